@@ -1,0 +1,31 @@
+"""Adapt a text classifier to a domain where nobody has labels.
+
+import mtem
+adapted = mtem.adapt(["books.csv", "dvd.csv"], "kitchen.csv", output="run")
+adapted.predict(["the lid does not fit"])
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mtem.errors import RequestError, RunError
+
+if TYPE_CHECKING:
+    from mtem.adaptation import adapt
+    from mtem.adapted import Adapted, load
+
+__all__ = ["Adapted", "RequestError", "RunError", "adapt", "load"]
+
+_PLACES = {"adapt": "mtem.adaptation", "Adapted": "mtem.adapted", "load": "mtem.adapted"}
+
+
+def __getattr__(name: str) -> Any:
+    """The library proper is imported when it is used: `mtem --help` and a wrong path should not wait for torch."""
+    import importlib
+
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
+    if name in ("tsallis", "annealing", "rates", "metagrad", "selection", "estimation", "metrics", "data", "methods", "models"):
+        return importlib.import_module(f"mtem.{name}")
+    raise AttributeError(f"module 'mtem' has no attribute {name!r}")

@@ -1,0 +1,146 @@
+"""A finished adaptation: the model, what is known about it, and its run directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from mtem import inference
+from mtem.data.corpus import Corpus
+from mtem.errors import RequestError
+from mtem.models.text import TextModel
+from mtem.storage import read_json, read_tensors, replaced, write_json, write_tensors
+
+BLOCK = 50_000
+
+
+class Adapted:
+    """What `mtem.adapt` returns and `mtem.load` reads.
+
+    `record` is the contents of run.json: settings, versions, data, the choice of weights, the estimates, the warnings.
+    """
+
+    def __init__(
+        self,
+        model: TextModel,
+        record: dict[str, Any],
+        table: pa.Table | None = None,
+        source_weights: dict[str, Tensor] | None = None,
+        path: Path | None = None,
+    ) -> None:
+        self.model, self.record, self.path = model, record, path
+        self._table, self._source_weights = table, source_weights
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Adapted:
+        """A run directory, or a bare model directory."""
+        path = Path(path)
+        if not path.is_dir():
+            raise RequestError(f"{path}: no such folder; give the --output folder of 'mtem adapt'")
+        if not (path / "run.json").is_file():
+            if (path / "config.json").is_file():
+                return cls(TextModel.load(path), {}, path=path)
+            raise RequestError(f"{path}: neither a run (run.json) nor a model (config.json) is there")
+        record = read_json(path / "run.json")
+        if record.get("status") != "done":
+            raise RequestError(f"{path}: this run is not finished; finish it with 'mtem adapt ... --resume'")
+        return cls(TextModel.load(path / "model"), record, path=path)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.model.classes
+
+    def predict_proba(self, texts: Sequence[str]) -> np.ndarray:
+        """[N, K] probabilities, columns in the order of `classes`."""
+        return inference.predict_texts(self.model, texts)
+
+    def predict(self, texts: Sequence[str]) -> list[str]:
+        """The class name of each text."""
+        return [self.classes[number] for number in self.predict_proba(texts).argmax(axis=1)]
+
+    @property
+    def indexes(self) -> pd.DataFrame:
+        """Every target text with its row, entropy index (where the method has one), prediction and confidence."""
+        if self._table is None:
+            if self.path is None or not (self.path / "indexes.parquet").is_file():
+                raise RequestError("this model carries no table of target texts")
+            self._table = pq.read_table(self.path / "indexes.parquet")
+        return self._table.to_pandas()
+
+    def source_model(self) -> TextModel | None:
+        """The model before the adaptation, if it was kept. It shares nothing with this one."""
+        weights = self._source_weights
+        if weights is None and self.path is not None and (self.path / "checkpoints" / "source.safetensors").is_file():
+            weights = read_tensors(self.path / "checkpoints" / "source.safetensors")
+        if weights is None or self.path is None:
+            return None
+        before = TextModel.load(self.path / "model")
+        own = dict(before.named_parameters())
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+        return before
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the run directory; each piece whole or not at all, run.json last."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        with replaced(path / "model") as temporary:
+            temporary.mkdir()
+            self.model.save(temporary)
+            (temporary / "README.md").write_text(card(self.record), encoding="utf-8")
+        if self._table is not None:
+            with replaced(path / "indexes.parquet") as temporary:
+                pq.write_table(self._table, temporary, row_group_size=BLOCK)
+        if self._source_weights is not None:
+            (path / "checkpoints").mkdir(exist_ok=True)
+            write_tensors(path / "checkpoints" / "source.safetensors", self._source_weights)
+        write_json(path / "run.json", self.record)
+        self.path = path
+
+
+def load(path: str | os.PathLike[str]) -> Adapted:
+    """What `mtem adapt` wrote (or any Hugging Face text classifier in safetensors), ready to predict."""
+    return Adapted.load(path)
+
+
+def index_table(target: Corpus, classes: Sequence[str], scores: np.ndarray, index: Tensor | None) -> pa.Table:
+    """The columns of indexes.parquet; the texts stay where the corpus has them."""
+    probabilities = inference.probabilities(scores)
+    best = probabilities.argmax(axis=1)
+    columns = {"row": target.table.column("row"), "text": target.table.column("text")}
+    if index is not None:
+        columns["index"] = pa.array(index.float().cpu().numpy())
+    columns["prediction"] = pa.DictionaryArray.from_arrays(pa.array(best.astype(np.int32)), pa.array(list(classes)))
+    columns["confidence"] = pa.array(probabilities[np.arange(len(best)), best].astype(np.float32))
+    return pa.table(columns)
+
+
+def card(record: dict[str, Any]) -> str:
+    """A model card from the run's record."""
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-classification", "---", "# A text classifier"]
+    if record:
+        texts, choice, estimate = record["texts"], record["selection"], record["estimate"]["after"]
+        kept = "The source model was kept." if choice["kept_source_model"] else f"Weights of step {choice['chosen_step']}."
+        lines += [
+            "",
+            f"Adapted by `mtem` {record['versions']['mtem']} (method `{record['method']}`, preset `{record['preset']}`, "
+            f"seed {record['seed']}) from the encoder `{record['model']}`.",
+            "",
+            f"- Classes: {', '.join(record['classes'])}",
+            f"- Labeled texts trained on: {texts['source_trained_on']}; unlabeled target texts: {texts['target']}",
+            f"- Weights chosen by `{choice['criterion']}`, without target labels. {kept}",
+            f"- Estimated accuracy on the target, without labels: {estimate['accuracy']:.3f} "
+            f"({estimate['low']:.3f} to {estimate['high']:.3f})",
+            *(f"- Warning: {line}" for line in record["warnings"]),
+        ]
+    return "\n".join(lines) + "\n"

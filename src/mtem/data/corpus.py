@@ -1,0 +1,289 @@
+"""Labeled or unlabeled texts of one or several domains, in one type, and what makes them fit for an adaptation."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mtem.data.cache import cache_folder, fingerprint_of, stored_table
+from mtem.errors import RequestError
+
+_BATCH_ROWS = 8192
+_IN_MEMORY = 1 << 26  # a selection with more bytes of text than this goes to the cache instead of into memory
+_WHOLE_FLOAT = re.compile(r"[+-]?[0-9]{1,400}\.0*")
+_NOT_LETTERS = re.compile(r"[\W_]+")
+
+
+def text_key(text: str) -> str:
+    """What two texts share when they are the same text: letters and digits, whatever the case (or all, if it has none)."""
+    return _NOT_LETTERS.sub("", text.casefold()) or text.strip()
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Texts in the order of their files. Immutable.
+
+    Attributes
+    ----------
+    table
+        Columns `text`, `label` (string; absent when unlabeled), `domain` (dictionary-encoded), `row` (where the text stood
+        in its file) and `file` (which of `files` that is).
+    name
+        The file names, for messages.
+    fingerprint
+        sha256 over texts and labels.
+    notices
+        What a person should know about the data, one line each.
+    files
+        One entry per file: path, name, domain, sha256, rows kept, text_column, label_column, texts (sha256 of the texts).
+    """
+
+    table: pa.Table
+    name: str
+    fingerprint: str
+    notices: tuple[str, ...] = ()
+    files: tuple[dict[str, Any], ...] = ()
+    cache: Path | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __repr__(self) -> str:
+        classes = f", classes {list(self.classes)}" if self.labeled else ", unlabeled"
+        return f"Corpus({self.name!r}, {len(self)} texts{classes}, domains {self.domains})"
+
+    @property
+    def labeled(self) -> bool:
+        return "label" in self.table.column_names
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.cumsum([0] + [len(chunk) for chunk in self.table.column("text").chunks])
+
+    def text(self, i: int) -> str:
+        return self.texts([i])[0]
+
+    def texts(self, indices: Iterable[int] | None = None) -> list[str]:
+        """The texts at `indices` (all without it), in that order."""
+        column = self.table.column("text")
+        if indices is None:
+            return column.to_pylist()
+        # Looked up one by one: taking from a chunked column would first copy all of it into memory.
+        indices = _indices(indices, len(self))
+        chunks = np.searchsorted(self._starts, indices, side="right") - 1
+        offsets = indices - self._starts[chunks]
+        return [column.chunk(c)[o].as_py() for c, o in zip(chunks.tolist(), offsets.tolist(), strict=True)]
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """The distinct labels: in numeric order if all are whole numbers, else alphabetical. Empty when unlabeled."""
+        if not self.labeled:
+            return ()
+        return sort_classes(pc.unique(self.table.column("label")).to_pylist())
+
+    def labels(self) -> list[str]:
+        """The label of every text."""
+        self.need_labels()
+        return self.table.column("label").to_pylist()
+
+    def label_numbers(self, classes: Sequence[str]) -> np.ndarray:
+        """Each text's label as its place in `classes`."""
+        self.need_labels()
+        found = pc.index_in(self.table.column("label"), value_set=pa.array(list(classes), pa.string()))
+        if found.null_count:
+            i = int(pc.index(pc.is_null(found), True).as_py())
+            label = self.table.column("label")[i].as_py()
+            raise RequestError(
+                f"{self.where(i)}{self._column_of(i)}: label {label!r} is unknown; the classes are {listed(classes)}"
+            )
+        return found.to_numpy().astype(np.int64)
+
+    def need_labels(self) -> None:
+        """Refuse a corpus without labels where they are needed."""
+        if not self.labeled:
+            raise RequestError(f"{self.name}: has no labels; give a file with a label column, or name it: --label-column")
+
+    @cached_property
+    def _domain_codes(self) -> tuple[list[str], np.ndarray]:
+        column = self.table.column("domain")
+        if not len(column):
+            return [], np.zeros(0, np.int64)
+        column = self.table.select(["domain"]).unify_dictionaries().column(0)
+        codes = np.concatenate([chunk.indices.to_numpy() for chunk in column.chunks])
+        used, numbers_ = np.unique(codes, return_inverse=True)
+        names = column.chunk(0).dictionary.to_pylist()
+        return [names[u] for u in used], numbers_.astype(np.int64).reshape(-1)
+
+    @property
+    def domains(self) -> list[str]:
+        """The names of the domains, in the order of the files."""
+        return list(self._domain_codes[0])
+
+    def domain_numbers(self) -> np.ndarray:
+        """Each text's domain as its place in `domains`."""
+        return self._domain_codes[1]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Where each text stood in its file."""
+        return self.table.column("row").to_numpy()
+
+    def where(self, i: int) -> str:
+        """The place of text `i`, for messages: file and row."""
+        file = self.files[self.table.column("file")[i].as_py()]
+        return f"{file['path']}: row {self.table.column('row')[i].as_py()}"
+
+    def _column_of(self, i: int) -> str:
+        column = self.files[self.table.column("file")[i].as_py()]["label_column"]
+        return f", column {column!r}" if column else ""
+
+    def select(self, indices: Iterable[int]) -> Corpus:
+        """The corpus of the texts at `indices`, in that order."""
+        indices = _indices(indices, len(self))
+        fingerprint = fingerprint_of(self.fingerprint, indices.tobytes())
+        others = [name for name in self.table.column_names if name != "text"]
+        # Numbers and short strings: cheap to take. The texts follow in pieces.
+        rest = self.table.select(others).take(pa.array(indices)).combine_chunks()
+        schema = pa.schema([("text", pa.large_string())])
+        pieces = (
+            pa.record_batch([pa.array(self.texts(indices[start : start + _BATCH_ROWS]), pa.large_string())], schema=schema)
+            for start in range(0, len(indices), _BATCH_ROWS)
+        )
+        if self.table.column("text").nbytes * len(indices) > _IN_MEMORY * max(1, len(self)):
+            texts = stored_table(cache_folder("corpora", self.cache) / f"{fingerprint}.arrow", schema, pieces)
+        else:
+            texts = pa.Table.from_batches(pieces, schema=schema)
+        table = rest.add_column(0, "text", texts.column("text"))
+        return replace(self, table=table, fingerprint=fingerprint)
+
+    def unlabeled(self) -> Corpus:
+        """The same texts without their labels."""
+        if not self.labeled:
+            return self
+        table = self.table.drop_columns(["label"])
+        return replace(self, table=table, fingerprint=fingerprint_of(self.fingerprint, "unlabeled"))
+
+    @staticmethod
+    def concatenate(corpora: Iterable[Corpus]) -> Corpus:
+        """All texts of several corpora, one after the other; labeled only if every one of them is."""
+        corpora = list(corpora)
+        if len(corpora) == 1:
+            return corpora[0]
+        if not corpora:
+            raise RequestError("no data given; name at least one file")
+        if any(c.labeled for c in corpora) and not all(c.labeled for c in corpora):
+            corpora = [c.unlabeled() for c in corpora]
+        tables, entries = [], []
+        for corpus in corpora:
+            place = corpus.table.column_names.index("file")
+            moved = pc.add(corpus.table.column("file"), pa.scalar(len(entries), pa.int32()))
+            tables.append(corpus.table.set_column(place, "file", moved).select(corpora[0].table.column_names))
+            entries.extend(corpus.files)
+        notices = dict.fromkeys(notice for corpus in corpora for notice in corpus.notices)
+        return Corpus(
+            table=pa.concat_tables(tables).unify_dictionaries(),
+            name=", ".join(dict.fromkeys(corpus.name for corpus in corpora)),
+            fingerprint=fingerprint_of(*(corpus.fingerprint for corpus in corpora)),
+            notices=tuple(notices),
+            files=tuple(entries),
+            cache=corpora[0].cache,
+        )
+
+
+def label_name(value: Any) -> str:
+    """A label as a class name: 1, 1.0 and "1" are the same class."""
+    if isinstance(value, (bool, np.bool_)):
+        return str(bool(value))
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
+    if isinstance(value, numbers.Real):
+        return str(int(value)) if float(value).is_integer() else str(float(value))
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    name = encodable(" ".join(str(value).replace("\0", "").split()))
+    return str(int(name.split(".")[0])) if _WHOLE_FLOAT.fullmatch(name) else name
+
+
+def sort_classes(labels: Iterable[str]) -> tuple[str, ...]:
+    """Numbers in numeric order if all are whole numbers, else alphabetical."""
+    labels = list(labels)
+    if all(re.fullmatch(r"[+-]?[0-9]+", label) for label in labels):
+        return tuple(sorted(labels, key=lambda label: (int(label), label)))
+    return tuple(sorted(labels))
+
+
+def check_source(corpus: Corpus) -> None:
+    """Refuse labeled data nobody can learn classes from: one class only, or a class seen once."""
+    corpus.need_labels()
+    columns = listed(dict.fromkeys(entry["label_column"] for entry in corpus.files if entry["label_column"]))
+    if len(corpus.classes) < 2:
+        raise RequestError(
+            f"{corpus.name}: column {columns}: all {len(corpus)} labels are {corpus.classes[0]!r}; "
+            "at least two classes are needed"
+        )
+    counts = np.bincount(corpus.label_numbers(corpus.classes), minlength=len(corpus.classes))
+    for label, count in zip(corpus.classes, counts, strict=True):
+        if count == 1:
+            i = int(pc.index(corpus.table.column("label"), label).as_py())
+            raise RequestError(
+                f"{corpus.where(i)}{corpus._column_of(i)}: label {label!r} is there only once; "
+                "add more texts of that class or remove this one"
+            )
+
+
+def check_target(target: Corpus, source: Corpus) -> None:
+    """Refuse a target that is one of the source files, or holds the same texts."""
+    for entry in target.files:
+        for other in source.files:
+            if (entry["sha256"] and entry["sha256"] == other["sha256"]) or entry["texts"] == other["texts"]:
+                same = "the same file as" if entry["path"] == other["path"] else "the same texts as"
+                raise RequestError(
+                    f"{entry['path']}: the target is {same} the source {other['path']}; "
+                    "the target must be the unlabeled texts of another domain"
+                )
+
+
+def _indices(indices: Iterable[int], length: int) -> np.ndarray:
+    found = np.asarray(indices if hasattr(indices, "__len__") else list(indices))
+    found = np.flatnonzero(found) if found.dtype == bool else found.astype(np.int64)
+    if len(found) and (found.min() < 0 or found.max() >= length):
+        raise IndexError(f"text {found.max() if found.max() >= length else found.min()} of a corpus of {length}")
+    return found
+
+
+def encodable(text: str) -> str:
+    """The text, with U+FFFD for halves of surrogate pairs: JSON can spell them, UTF-8 and Arrow cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def domain_column(domain: str, length: int) -> pa.DictionaryArray:
+    """The column `domain` of a table whose texts are all of one."""
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(length, np.int32)), pa.array([domain], pa.string()))
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell is empty by the rules of Python, numpy or pandas."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, numbers.Real) and math.isnan(value)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in quotes, for messages; of many, the first twenty."""
+    names = list(names)
+    shown = ", ".join(repr(name) for name in names[:20])
+    return shown + (f" and {len(names) - 20} more" if len(names) > 20 else "") if names else "none"

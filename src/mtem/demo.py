@@ -1,0 +1,71 @@
+"""The main job on the bundled sample: books, dvd and electronics reviews with labels, kitchen reviews without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from mtem import inference, metrics
+from mtem.adaptation import adapt
+from mtem.adapted import Adapted
+from mtem.data import sample_path
+from mtem.data.loading import load_corpus
+from mtem.progress import Progress
+
+SOURCES = ("books", "dvd", "electronics")
+# Sized for two CPU cores and a few minutes: short texts, the upper two layers of MiniLM.
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "max_length": 128,
+    "batch_size": 32,
+    "frozen_layers": -2,
+    "source_epochs": 2,
+    "source_rate": 3e-4,
+    "epochs": 1,
+    "rate": 1e-4,
+    "evaluations": 4,
+}
+
+
+def run(output: Path, console: Console, progress: Progress) -> Adapted:
+    """Adapt (or go on where an earlier call stopped), then show what came of it."""
+    sources = {name: str(sample_path(f"{name}.jsonl.gz")) for name in SOURCES}
+    target = str(sample_path("kitchen.jsonl.gz"))
+    adapted = adapt(sources, target, output=output, resume=True, progress=progress, **SETTINGS)
+    show(adapted, console, progress)
+    return adapted
+
+
+def show(adapted: Adapted, console: Console, progress: Progress) -> None:
+    test = load_corpus(str(sample_path("kitchen-test.jsonl.gz")), labeled=True)
+    before = adapted.source_model()
+    estimates = adapted.record["estimate"]
+    console.print(Text(f"kitchen reviews: accuracy on {len(test)} labeled ones that no step has seen", style="bold"))
+    for name, model in (("before", before), ("after", adapted.model)):
+        if model is None:
+            continue
+        tokens = model.encode(test)
+        with progress.stage(f"testing the model {name} the adaptation", len(tokens)):
+            scores = inference.score(model, tokens, progress=progress).scores
+        figures = metrics.evaluate(test.label_numbers(adapted.classes), scores.argmax(axis=1), adapted.classes)
+        guess = estimates[name]
+        console.print(
+            f"  {name:<7}{figures.accuracy:.3f}   estimated without labels {guess['accuracy']:.3f} "
+            f"(95 % interval {guess['low']:.3f} to {guess['high']:.3f})"
+        )
+    chosen = adapted.record["selection"]
+    if chosen["kept_source_model"]:
+        console.print("  the source model was kept: without labels nothing looked better")
+    table = adapted.indexes.sort_values("index", kind="stable")
+    for title, rows in (
+        ("smallest entropy index (trusted: the model learns fast from these)", table.head(5)),
+        ("largest entropy index (doubted: the model learns slowly from these)", table.tail(5)[::-1]),
+    ):
+        console.print(Text(title, style="bold"))
+        for row in rows.itertuples():
+            line = f"  {row.index:.2f}  {row.prediction} ({row.confidence:.2f})  {' '.join(row.text.split())}"
+            console.print(Text(line[:110] + ("…" if len(line) > 110 else "")))
+    console.print(Text(f"look into {adapted.path}/ : model/, run.json, history.jsonl, indexes.parquet"))

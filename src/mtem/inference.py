@@ -1,0 +1,135 @@
+"""Prediction: over tokenized corpora, and over files of any size in a stream that keeps every column."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mtem.data import files
+from mtem.data.batching import sequential
+from mtem.data.loading import find_column
+from mtem.errors import RequestError
+from mtem.progress import Progress
+
+TOKENS_PER_BATCH = 8192
+ROWS_AT_ONCE = 4096  # rows held in memory while a file streams through
+
+
+class Scores(NamedTuple):
+    scores: np.ndarray  # [N, K] logits
+    features: np.ndarray | None  # [N, D] what the head sees
+
+
+@torch.no_grad()
+def score(
+    model: Any, tokens: Any, rows: np.ndarray | None = None, *, features: bool = False, progress: Progress | None = None
+) -> Scores:
+    """Logits (and features) of the given rows, in their order, computed in batches of equal length."""
+    rows = np.arange(len(tokens)) if rows is None else np.asarray(rows)
+    scores: np.ndarray = np.zeros((len(rows), len(model.classes)), dtype=np.float32)
+    seen: np.ndarray | None = None
+    training = model.training
+    model.eval()
+    try:
+        done = 0
+        for batch in sequential(np.asarray(tokens.lengths)[rows], tokens_per_batch=TOKENS_PER_BATCH):
+            inputs = model.collate(tokens, rows[batch])
+            if features:
+                logits, values = model.scores_and_features(inputs)
+                if seen is None:
+                    seen = np.zeros((len(rows), values.shape[1]), dtype=np.float32)
+                seen[batch] = values.cpu().numpy()
+            else:
+                logits = model(inputs)
+            scores[batch] = logits.cpu().numpy()
+            done += len(batch)
+            if progress:
+                progress.advance(done)
+    finally:
+        model.train(training)
+    return Scores(scores, seen)
+
+
+def probabilities(scores: np.ndarray) -> np.ndarray:
+    return torch.softmax(torch.from_numpy(np.asarray(scores, dtype=np.float64)), dim=-1).numpy()
+
+
+def predict_texts(model: Any, texts: Sequence[str]) -> np.ndarray:
+    """Class probabilities [N, K] of some texts."""
+    if isinstance(texts, str):
+        raise RequestError("predict wants a list of texts, got one text: put it in a list")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise RequestError(f"predict wants texts, got {type(text).__name__} at position {number}")
+    return probabilities(score(model, model.encode_texts(list(texts))).scores)
+
+
+class Predicted(NamedTuple):
+    rows: int
+    empty: int
+    counts: dict[str, int]
+
+
+def predict_file(
+    model: Any,
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    text_column: str | None = None,
+    all_probabilities: bool = False,
+    progress: Progress | None = None,
+) -> Predicted:
+    """Every row of `path` with `prediction` and `confidence` added, to `output`; memory does not grow with the file.
+
+    Rows without a text are kept with empty predictions and counted. With `all_probabilities`, one column more per class.
+    """
+    path, output = Path(path), Path(output)
+    columns = files.columns(path)
+    text = find_column(columns, "text", text_column, path.name)
+    added = ["prediction", "confidence", *([f"probability {name}" for name in model.classes] if all_probabilities else [])]
+    taken = [name for name in added if name in columns]
+    if taken:
+        raise RequestError(f"{path.name}: it has a column '{taken[0]}' already, which the predictions would overwrite: rename it")
+    if output.resolve() == path.resolve():
+        raise RequestError(f"{output}: the predictions would overwrite their input: give another --output")
+    rows = empty = 0
+    counts = dict.fromkeys(model.classes, 0)
+    with files.Writer(output, columns=[*columns, *added]) as writer:
+        for block in _blocks(files.read_rows(path), ROWS_AT_ONCE):
+            records = [record for _, record in block]
+            texts = [_text(record.get(text)) for record in records]
+            known = [number for number, value in enumerate(texts) if value]
+            found = predict_texts(model, [texts[number] for number in known]) if known else np.zeros((0, len(model.classes)))
+            given = dict(zip(known, found, strict=True))
+            for number, record in enumerate(records):
+                probs = given.get(number)
+                values: list[Any] = [None] * len(added)
+                if probs is not None:
+                    best = int(probs.argmax())
+                    counts[model.classes[best]] += 1
+                    values = [model.classes[best], round(float(probs[best]), 6), *(round(float(p), 6) for p in probs)][
+                        : len(added)
+                    ]
+                writer.write({**record, **dict(zip(added, values, strict=True))})
+            rows += len(records)
+            empty += len(records) - len(known)
+            if progress:
+                progress.advance(rows)
+    return Predicted(rows, empty, counts)
+
+
+def _text(value: Any) -> str:
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return ""
+    return str(value).replace("\x00", "").strip()
+
+
+def _blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while block := list(itertools.islice(items, size)):
+        yield block

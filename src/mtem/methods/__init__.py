@@ -1,0 +1,106 @@
+"""The contract of a method, and where they are found by name.
+
+A method is one file: a settings dataclass and a subclass of `Method`. It sees batches and a model, never a file. To add one,
+write the file and name it in `METHODS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtem.errors import RequestError
+
+# name on the command line -> module of this package
+METHODS = {"mtem": "mtem", "source-only": "source_only"}
+
+
+class Batch(NamedTuple):
+    """Inputs for the model, labels where known, and which rows of the corpus they are."""
+
+    inputs: dict[str, Tensor]
+    labels: Tensor | None
+    rows: Tensor
+
+
+@dataclasses.dataclass
+class Context:
+    """What a method may know of the run around it."""
+
+    steps: int  # how many steps there will be
+    target_size: int  # how many unlabeled texts
+    classes: int
+    generator: torch.Generator  # on the CPU, so that every device draws the same
+    rate: Callable[[], float]  # the current learning rate of theta
+
+
+Update = Callable[[Tensor], None]  # backward, clipping, one optimizer step
+
+
+class Method:
+    """One way to train. Subclasses set the class attributes and write `step`."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+    needs_target_labels: ClassVar[bool] = False
+    Settings: ClassVar[type]
+    # preset name -> settings that differ from the defaults; names of the training's settings are allowed too
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": {}}
+
+    def __init__(self, model: Any, settings: Any, context: Context) -> None:
+        self.model, self.settings, self.context = model, settings, context
+
+    def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
+        """One step; returns what is worth logging (tensors are read only when they are logged)."""
+        raise NotImplementedError
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Trainable parts beside the model (a discriminator, say)."""
+        return {}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights to judge and to keep: the model's, unless the method averages."""
+        return {name: parameter.detach() for name, parameter in self.model.trainable().items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a resumed run needs beside model, optimizer and random states."""
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `state`."""
+
+    def meta_loss(self, source: Batch, target: Batch) -> float | None:
+        """The meta-validation loss, for methods that have one."""
+        return None
+
+    def indexes(self) -> Tensor | None:
+        """The entropy index of every target text, for methods that have them."""
+        return None
+
+
+def get(name: str) -> type[Method]:
+    """The method of that name."""
+    if name not in METHODS:
+        raise RequestError(f"unknown method '{name}': there are {', '.join(METHODS)}")
+    module = importlib.import_module(f"mtem.methods.{METHODS[name]}")
+    return next(
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Method) and getattr(kind, "name", None) == name
+    )
+
+
+def functional(model: nn.Module, parameters: dict[str, Tensor], inputs: dict[str, Tensor]) -> Tensor:
+    """The model's logits with other weights in the place of its trainable ones."""
+    return torch.func.functional_call(model, parameters, (inputs,))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels)

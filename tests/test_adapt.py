@@ -1,0 +1,365 @@
+"""A whole adaptation on a tiny encoder: the run directory, repeatability, kill and resume, choice, semi-supervised, K classes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mtem
+from mtem import selection
+from mtem.adaptation import Run
+from mtem.errors import RequestError
+from mtem.training import Trainer
+from tests.conftest import make_texts, write_jsonl
+
+MODEL = "model/model.safetensors"
+
+
+def weights(path):
+    return load_file(path / MODEL)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def adapt(tiny, **changes):
+    return mtem.adapt(**{**tiny, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, encoder, reviews):
+    output = tmp_path_factory.mktemp("finished") / "run"
+    adapted = mtem.adapt(
+        [str(reviews["books"]), str(reviews["dvd"])], str(reviews["kitchen"]), model=encoder, output=output,
+        max_length=16, batch_size=10, source_epochs=4, source_rate=3e-3, epochs=2, rate=1e-3, frozen_layers=0,
+    )  # fmt: skip
+    return output, adapted
+
+
+def test_run_directory(finished):
+    output, _ = finished
+    record = json.loads((output / "run.json").read_text())
+    assert record["status"] == "done" and record["classes"] == ["bad", "good"]
+    assert [entry["domain"] for entry in record["data"]["source"]] == ["books", "dvd"]
+    assert record["settings"]["index_initial"] == 2.0 and record["versions"]["torch"] == torch.__version__
+    assert {"before", "after"} == set(record["estimate"])
+    history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    stages = {line["stage"] for line in history}
+    assert stages == {"source", "adapt", "evaluation"}
+    adapting = [line for line in history if line["stage"] == "adapt"]
+    assert {"temperature", "target_loss", "source_loss", "meta_loss", "index_quantiles", "rate"} <= adapting[0].keys()
+    table = pq.read_table(output / "indexes.parquet").to_pandas()
+    assert list(table.columns) == ["row", "text", "index", "prediction", "confidence"]
+    assert len(table) == 80 and table["index"].between(1.05, 5).all() and table["index"].nunique() > 2
+    assert set(table["prediction"]) <= {"bad", "good"} and table["confidence"].between(0.5, 1).all()
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["source.safetensors"]
+    assert not list(output.rglob("*.pt")) + list(output.rglob("*.bin")) + list(output.rglob("*.pkl"))
+
+
+def test_loading_gives_the_same_predictions(finished):
+    output, adapted = finished
+    texts = [text for text, _ in make_texts(30, 9, 0.7)]
+    loaded = mtem.load(output)
+    assert loaded.predict(texts) == adapted.predict(texts)
+    np.testing.assert_allclose(loaded.predict_proba(texts), adapted.predict_proba(texts), atol=1e-6)
+    assert loaded.classes == ("bad", "good")
+    pd.testing.assert_frame_equal(loaded.indexes, adapted.indexes)
+
+
+def test_saving_elsewhere_keeps_everything(finished, tmp_path):
+    output, _ = finished
+    loaded = mtem.load(output)
+    loaded.indexes  # noqa: B018  (read before it is written elsewhere)
+    loaded.save(tmp_path / "copy")
+    assert same(weights(output), weights(tmp_path / "copy"))
+    assert mtem.load(tmp_path / "copy").record == loaded.record
+
+
+def test_transformers_pipeline_gives_the_same_labels(finished):
+    from transformers import pipeline
+
+    output, adapted = finished
+    texts = [text for text, _ in make_texts(20, 10, 0.7)]
+    classify = pipeline("text-classification", str(output / "model"))
+    assert [one["label"] for one in classify(texts)] == adapted.predict(texts)
+    longer = ["bad1 " + "word1 " * 200, "good2 " * 30]  # the pipeline itself never cuts texts unless told so
+    assert [one["label"] for one in classify(longer, truncation=True)] == adapted.predict(longer)
+
+
+def test_a_run_repeats_bit_for_bit(tiny, tmp_path):
+    adapt(tiny, output=tmp_path / "a")
+    adapt(tiny, output=tmp_path / "b")
+    adapt(tiny, output=tmp_path / "c", seed=1)
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+def test_without_an_output_nothing_is_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    adapted = adapt(tiny)
+    assert not list(tmp_path.iterdir())
+    assert len(adapted.indexes) == 80 and adapted.predict(["good1 good2"])[0] in ("good", "bad")
+    adapted.save(tmp_path / "kept")
+    assert mtem.load(tmp_path / "kept").predict(["bad1", "good3"]) == adapted.predict(["bad1", "good3"])
+
+
+@pytest.mark.parametrize("where", [("source", 3), ("source", 14), ("adapt", 1), ("adapt", 5)])
+def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, where):
+    stage, stop = where
+    whole = adapt(tiny, output=tmp_path / "whole", checkpoint_seconds=0.0)
+    update = Trainer.update
+    seen = {"source": 0, "adapt": 0}
+
+    def stopping(self, loss):
+        seen[self.name] += 1
+        if self.name == stage and seen[stage] > stop:
+            raise KeyboardInterrupt
+        update(self, loss)
+
+    monkeypatch.setattr(Trainer, "update", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        adapt(tiny, output=tmp_path / "cut", checkpoint_seconds=0.0)
+    monkeypatch.undo()
+    with pytest.raises(RequestError, match="not finished"):
+        mtem.load(tmp_path / "cut")
+    resumed = adapt(tiny, output=tmp_path / "cut", resume=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+    pd.testing.assert_frame_equal(resumed.indexes, whole.indexes)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "history.jsonl").read_text().splitlines()]
+    other = [json.loads(line)["step"] for line in (tmp_path / "whole" / "history.jsonl").read_text().splitlines()]
+    assert steps == other
+
+
+def test_a_killed_process_resumes_to_the_same_weights(tiny, tmp_path):
+    """A real process and a real SIGKILL, whatever it was doing."""
+    adapt(tiny, output=tmp_path / "whole", epochs=6)
+    command = [sys.executable, "-m", "mtem.cli", "adapt", "--output", str(tmp_path / "cut"), "--model", str(tiny["model"])]
+    command += [word for path in tiny["source"] for word in ("--source", path)] + ["--target", tiny["target"]]
+    given = {name: value for name, value in tiny.items() if name not in ("source", "target", "model")}
+    given |= {"epochs": 6, "checkpoint_seconds": 0}
+    command += [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (tmp_path / "cut" / "history.jsonl").exists() and '"adapt"' in (tmp_path / "cut" / "history.jsonl").read_text():
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors.decode()
+    done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "resuming: stage adapt" in done.stderr
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_resuming_a_finished_run_changes_nothing(tiny, tmp_path):
+    adapt(tiny, output=tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert adapt(tiny, output=tmp_path / "run", resume=True).classes == ("bad", "good")
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("change", "word"), [({"epochs": 2}, "epochs"), ({"seed": 5}, "seed"), ({"preset": "paper"}, "preset")])
+def test_resuming_with_another_request_is_refused(tiny, tmp_path, change, word):
+    adapt(tiny, output=tmp_path / "run")
+    with pytest.raises(RequestError, match=word):
+        adapt(tiny, output=tmp_path / "run", resume=True, **change)
+
+
+def test_resuming_with_changed_data_is_refused(tiny, tmp_path):
+    source = write_jsonl(tmp_path / "books.jsonl", make_texts(40, 1))
+    adapt(tiny, source=str(source), output=tmp_path / "run")
+    write_jsonl(source, make_texts(42, 1))
+    with pytest.raises(RequestError, match="source data have changed"):
+        adapt(tiny, source=str(source), output=tmp_path / "run", resume=True)
+
+
+def test_another_run_is_never_overwritten(tiny, tmp_path):
+    adapt(tiny, output=tmp_path / "run")
+    kept = (tmp_path / "run" / "run.json").read_bytes()
+    with pytest.raises(RequestError, match="holds another run"):
+        adapt(tiny, output=tmp_path / "run")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.doc").write_text("mine")
+    with pytest.raises(RequestError, match="not empty"):
+        adapt(tiny, output=tmp_path / "full")
+    assert (tmp_path / "run" / "run.json").read_bytes() == kept
+
+
+def test_a_full_disk_fails_in_one_line_and_resumes(tiny, tmp_path, monkeypatch):
+    import errno
+
+    from mtem import storage
+
+    def full(tensors, path, *rest):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage, "save_file", full)
+    with pytest.raises(mtem.RunError, match="disk is full"):
+        adapt(tiny, output=tmp_path / "run")
+    assert not [path for path in (tmp_path / "run").rglob("*") if ".part" in path.name]
+    monkeypatch.undo()
+    adapt(tiny, output=tmp_path / "run", resume=True)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "done"
+
+
+# ---------------------------------------------------------------------- choice of the weights
+
+
+def test_the_source_model_is_kept_when_nothing_beats_it(tiny, tmp_path, monkeypatch):
+    calls = []
+
+    def falling(criterion, evidence):
+        calls.append(criterion)
+        return -float(len(calls))
+
+    monkeypatch.setattr(selection, "score", falling)
+    adapted = adapt(tiny, output=tmp_path / "run")
+    assert adapted.record["selection"]["kept_source_model"] and adapted.record["selection"]["chosen_step"] == 0
+    assert "source model is kept" in adapted.record["warnings"][0]
+    source = load_file(tmp_path / "run" / "checkpoints" / "source.safetensors")
+    kept = weights(tmp_path / "run")
+    assert all(torch.equal(value, kept[name.removeprefix("network.")]) for name, value in source.items())
+
+
+def test_the_best_candidate_is_restored_not_the_last(tiny, tmp_path, monkeypatch):
+    seen = []
+
+    def second_is_best(criterion, evidence):
+        if criterion == "density":
+            seen.append(evidence.target_scores)
+            return {1: 0.0, 2: 2.0}.get(len(seen), 1.0)
+        return 0.0
+
+    monkeypatch.setattr(selection, "score", second_is_best)
+    adapted = adapt(tiny, output=tmp_path / "run", criterion="density")
+    candidates = adapted.record["selection"]["candidates"]
+    assert candidates[0]["step"] == 0 and len(candidates) == 4
+    assert adapted.record["selection"]["chosen_step"] == candidates[1]["step"]
+    table = adapted.indexes
+    chosen = [("bad", "good")[number] for number in seen[1].argmax(axis=1)]
+    assert list(table["prediction"]) == chosen  # the sample is all 80 texts
+
+
+@pytest.mark.parametrize("criterion", ["source-validation", "infomax", "infomax-raw", "density", "dev", "reverse", "meta"])
+def test_every_criterion_serves_a_run(tiny, criterion):
+    record = adapt(tiny, criterion=criterion, source_epochs=1).record
+    assert record["selection"]["criterion"] == criterion
+    assert all(np.isfinite(entry["score"]) for entry in record["selection"]["candidates"])
+
+
+def test_adaptation_lifts_on_a_shift_it_can_bridge(encoder, tmp_path):
+    """Half of the class words are new in the target but stand beside the old ones."""
+    source = make_texts(200, 21, 0.0)
+    target = make_texts(400, 22, 0.5)
+    test = make_texts(400, 23, 0.5)
+    gains = []
+    for seed in range(3):
+        adapted = mtem.adapt(
+            tuple(map(list, zip(*source, strict=True))), [text for text, _ in target], model=encoder, max_length=16,
+            batch_size=20, source_epochs=6, source_rate=2e-3, epochs=6, rate=1e-3, frozen_layers=0, seed=seed,
+            output=tmp_path / str(seed), corruption=0.3,
+        )  # fmt: skip
+        labels = np.array([label for _, label in test])
+        texts = [text for text, _ in test]
+        before = adapted.source_model()
+        from mtem import inference
+
+        first = np.array(adapted.classes)[inference.predict_texts(before, texts).argmax(axis=1)]
+        gains.append((np.array(adapted.predict(texts)) == labels).mean() - (first == labels).mean())
+    assert np.mean(gains) > 0.02, gains
+
+
+# ---------------------------------------------------------------------- shapes of the task
+
+
+def test_five_classes_keep_their_names(encoder, tmp_path):
+    draw = np.random.default_rng(0)
+    names = ["ünï", "two words", "3", "<b>four</b>", "five"]
+    texts = [(f"word{3 * (k := int(draw.integers(5)))} word{int(draw.integers(20, 40))}", names[k]) for _ in range(150)]
+    adapted = mtem.adapt(
+        tuple(map(list, zip(*texts, strict=True))), [f"word{i % 40} word{i % 7}" for i in range(60)], model=encoder,
+        output=tmp_path / "run", source_epochs=2, epochs=1, max_length=8, batch_size=10,
+    )  # fmt: skip
+    assert set(adapted.classes) == set(names) and mtem.load(tmp_path / "run").classes == adapted.classes
+    assert mtem.load(tmp_path / "run").predict_proba(["word3"]).shape == (1, 5)
+
+
+def test_few_labeled_target_texts_join_in(tiny, reviews, tmp_path, monkeypatch):
+    few = write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))
+    rows = []
+    original = Run.prepare
+
+    def watched(self):
+        original(self)
+        rows.extend(self.source_stream.rows(step) for step in range(self.source_stream.per_epoch))
+        self.few = set(self.extra.tolist())
+        rows.append(self.few)
+
+    monkeypatch.setattr(Run, "prepare", watched)
+    record = adapt(tiny, target_labeled=str(few), target_labeled_share=0.3).record
+    extra = rows.pop()
+    assert record["texts"]["target_labeled"] == 6 and len(extra) == 6
+    assert all(len(extra & set(batch.tolist())) == 3 for batch in rows if len(batch) == 10)
+    rows.clear()
+    adapt(tiny, target_labeled=str(few))
+    extra = rows.pop()
+    assert extra <= {row for batch in rows for row in batch.tolist()}, "without a share they come as often as the others"
+
+
+def test_target_labels_of_an_unknown_class_are_refused(tiny, tmp_path):
+    few = write_jsonl(tmp_path / "few.jsonl", [("good1", "good"), ("word1", "mediocre")])
+    with pytest.raises(RequestError, match=r"few\.jsonl.*row 2.*mediocre"):
+        adapt(tiny, target_labeled=str(few))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, -1])
+def test_frozen_layers_do_not_move(tiny, encoder, tmp_path, layers):
+    adapt(tiny, output=tmp_path / "run", frozen_layers=layers)
+    start, end = load_file(encoder / "model.safetensors"), weights(tmp_path / "run")
+    count = layers % 3 if layers < 0 else layers
+    for name, value in start.items():
+        moved = not torch.equal(value, end[f"bert.{name}"])
+        layer = name.split(".")[2] if name.startswith("encoder.layer") else None
+        if name.startswith("embeddings") or (layer is not None and int(layer) < count):
+            assert not moved, name
+        elif layer is not None and name.endswith("dense.weight"):
+            assert moved, name
+
+
+def test_source_only_is_a_run_like_any_other(tiny, tmp_path):
+    adapted = adapt(tiny, method="source-only", output=tmp_path / "run")
+    assert adapted.record["steps"]["adapt"] == 0 and adapted.record["warnings"] is not None
+    assert "index" not in adapted.indexes and not any("kept" in line for line in adapted.record["warnings"])
+
+
+def test_paper_preset_is_algorithm_1(tiny):
+    free = {name: value for name, value in tiny.items() if name not in ("rate", "batch_size", "max_length", "frozen_layers")}
+    record = mtem.adapt(**free, preset="paper").record
+    expected = {"optimizer": "sgd", "rate": 5e-5, "batch_size": 50, "source_weight": 0.0, "index_step": "raw", "index_rate": 0.1}
+    assert expected.items() <= record["settings"].items() and record["resolved"]["frozen_layers"] == 0
+
+
+def test_unknown_names_are_refused_with_what_there_is(tiny):
+    with pytest.raises(RequestError, match=r"unknown setting 'epoch': did you mean 'epochs'"):
+        adapt(tiny, epoch=3)
+    with pytest.raises(RequestError, match="unknown method 'dan'"):
+        adapt(tiny, method="dan")
+    with pytest.raises(RequestError, match="unknown preset"):
+        adapt(tiny, preset="best")
+    with pytest.raises(RequestError, match="between 0"):
+        adapt(tiny, corruption=3.0)

@@ -1,0 +1,88 @@
+"""Corpora: names and order of classes, what an adaptation refuses, selecting and joining."""
+
+import numpy as np
+import pytest
+
+from mtem.data.corpus import Corpus, check_source, check_target, label_name, sort_classes
+from mtem.data.loading import load_corpus
+from tests.corpora import refusal, reviews, table
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("MTEM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# Classes
+
+
+@pytest.mark.parametrize(
+    "value, name",
+    [(1, "1"), (1.0, "1"), ("1", "1"), ("1.0", "1"), (" good ", "good"), (True, "True"), (1.5, "1.5"), (np.int64(3), "3"),
+     (np.bool_(False), "False"), (-2.0, "-2"), ("v1.0", "v1.0")],
+)  # fmt: skip
+def test_label_names(value, name):
+    assert label_name(value) == name
+
+
+def test_order_of_classes():
+    assert sort_classes(["10", "9", "-1"]) == ("-1", "9", "10")
+    assert sort_classes(["10", "9", "x"]) == ("10", "9", "x")
+
+
+# Checks
+
+
+def test_source_with_one_class_or_a_label_seen_once(tmp_path):
+    one = load_corpus(table(tmp_path, "a.csv", [{"text": str(i), "Label": "good"} for i in range(3)]), labeled=True)
+    refusal(lambda: check_source(one), "a.csv", "'Label'", "'good'", "two classes")
+    rare = [*reviews(), {"text": "x", "label": "odd"}]
+    source = load_corpus([table(tmp_path, "b.csv", reviews()), table(tmp_path, "c.csv", rare)], labeled=True)
+    refusal(lambda: check_source(source), "c.csv: row 8, column 'label'", "'odd'", "once")
+    check_source(load_corpus(tmp_path / "b.csv", labeled=True))
+
+
+def test_target_that_is_the_source(tmp_path):
+    path = table(tmp_path, "a.csv", reviews())
+    source = load_corpus([table(tmp_path, "b.csv", reviews(4, "b")), path], labeled=True)
+    refusal(lambda: check_target(load_corpus(path, labeled=False), source), "a.csv", "same file")
+    copy = table(tmp_path, "copy.jsonl", [{"text": r["text"]} for r in reviews()])
+    refusal(lambda: check_target(load_corpus(copy, labeled=False), source), "copy.jsonl", "same texts", "a.csv")
+    check_target(load_corpus(["other"], labeled=False), source)
+
+
+def test_unknown_label_names_its_place(tmp_path):
+    path = table(tmp_path, "a.csv", reviews())
+    refusal(lambda: load_corpus(path, labeled=True).label_numbers(["bad"]), "a.csv: row 3, column 'label'", "'good'", "'bad'")
+    refusal(lambda: load_corpus(path, labeled=False).labels(), "a.csv", "no labels")
+
+
+# Selecting and joining
+
+
+def test_select_keeps_order_and_places(tmp_path, own_cache, monkeypatch):
+    a, b = table(tmp_path, "a.csv", reviews(5)), table(tmp_path, "b.csv", reviews(5, "other"))
+    corpus = load_corpus([a, b], labeled=True)
+    chosen = corpus.select([7, 0, 7])
+    assert chosen.texts() == ["other number 2", "review number 0", "other number 2"]
+    assert chosen.labels() == ["bad", "bad", "bad"] and chosen.where(0) == f"{b}: row 4"
+    assert chosen.domain_numbers().tolist() == [1, 0, 1] and chosen.select(np.array([False, True, False])).domains == ["a"]
+    assert chosen.fingerprint != corpus.fingerprint == load_corpus([a, b], labeled=True).fingerprint
+    assert corpus.text(9) == "other number 4" and corpus.texts([]) == []
+    with pytest.raises(IndexError):
+        corpus.select([10])
+    monkeypatch.setattr("mtem.data.corpus._IN_MEMORY", 0)
+    before = set((own_cache / "corpora").iterdir())
+    assert corpus.select([7, 0, 7]).texts() == chosen.texts()
+    assert len(set((own_cache / "corpora").iterdir()) - before) == 1
+
+
+def test_concatenate_labeled_with_unlabeled():
+    one = load_corpus((["a", "b"], [1, 2]), labeled=True)
+    both = Corpus.concatenate([one, load_corpus(["c"], labeled=False)])
+    assert not both.labeled and both.texts() == ["a", "b", "c"]
+    assert Corpus.concatenate([one]) is one
+    refusal(lambda: Corpus.concatenate([]), "no data")
+    assert not load_corpus(one, labeled=False).labeled
+    refusal(lambda: load_corpus(both, labeled=True), "no labels")

@@ -1,0 +1,186 @@
+"""MTEM against the literal Algorithm 1, its settings one by one, and what its indexes do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from mtem import annealing
+from mtem.data.loading import load_corpus
+from mtem.errors import RequestError
+from mtem.methods import Batch, Context, cross_entropy, functional
+from mtem.methods.mtem import PAPER, Mtem, MtemSettings
+from mtem.models.text import TextModel
+from tests.conftest import make_texts
+from tests.reference import algorithm1
+
+OWN = {field.name for field in dataclasses.fields(MtemSettings)}
+LITERAL = {name: value for name, value in PAPER.items() if name in OWN}
+
+
+class Setting:
+    """A tiny BERT, a source and a target set, a plain gradient step as the update."""
+
+    def __init__(self, encoder, rate=0.05, steps=12, seed=0, **changes):
+        torch.manual_seed(seed)
+        self.model = TextModel.create(encoder, ["bad", "good"], max_length=16, attention="eager").to(torch.float32)
+        self.rate = rate
+        source, target = make_texts(40, 5), make_texts(30, 6, 0.5)
+        self.source_tokens = self.model.encode(load_corpus(([t for t, _ in source], [c for _, c in source]), labeled=True))
+        self.labels = np.array([("bad", "good").index(label) for _, label in source])
+        self.target_tokens = self.model.encode(load_corpus([text for text, _ in target], labeled=False))
+        self.context = Context(steps, 30, 2, torch.Generator().manual_seed(seed), lambda: rate)
+        self.method = Mtem(self.model, MtemSettings(**{**LITERAL, **changes}), self.context)
+        self.steps, self.draw = steps, np.random.default_rng(seed)
+
+    def batches(self):
+        rows, held = self.draw.permutation(30)[:8], self.draw.permutation(40)[:8]
+        source = Batch(self.model.collate(self.source_tokens, held), torch.from_numpy(self.labels[held]), torch.from_numpy(held))
+        return source, Batch(self.model.collate(self.target_tokens, rows), None, torch.from_numpy(rows))
+
+    def update(self, loss):
+        parameters = list(self.model.trainable().values())
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+                if gradient is not None:
+                    parameter -= self.rate * gradient
+
+    def weights(self):
+        return {name: value.detach().clone() for name, value in self.model.trainable().items()}
+
+
+@pytest.mark.parametrize(("engine", "tolerance"), [("forward", 1e-4), ("second-order", 1e-4), ("taylor", 2e-2)])
+def test_trajectory_is_algorithm_1(encoder, engine, tolerance):
+    # beta is large enough for the raw gradient to move the indexes visibly, and some of them to the bounds
+    ours = Setting(encoder, engine=engine, index_rate=2000.0, index_low=1.01, index_high=5.0)
+    theta, psi = ours.weights(), torch.full((30,), 2.0)
+    ours.model.eval()
+    for number in range(ours.steps):
+        source, target = ours.batches()
+        kappa = annealing.temperature(number, ours.steps - 1, LITERAL["hottest"], LITERAL["coldest"], 5.0)
+        state = ours.context.generator.get_state()
+        with torch.no_grad():
+            scores = functional(ours.model, theta, target.inputs)
+        drawn = torch.Generator()
+        drawn.set_state(state)
+        labels = annealing.sample_labels(scores, kappa, generator=drawn).tolist()
+        theta, moved = algorithm1.step(
+            lambda params, inputs=target.inputs: functional(ours.model, params, inputs),
+            lambda params, batch=source: cross_entropy(functional(ours.model, params, batch.inputs), batch.labels),
+            theta, psi[target.rows], labels, ours.rate, 2000.0, 1.01, 5.0,
+        )  # fmt: skip
+        psi[target.rows] = moved
+        ours.method.step(number, source, target, ours.update)
+        torch.testing.assert_close(ours.method.index, psi, atol=tolerance * 2, rtol=tolerance)
+        for name, value in ours.weights().items():
+            torch.testing.assert_close(value, theta[name], atol=max(1e-5, tolerance * 0.05), rtol=1e-3)
+    assert psi.std() > 0.3 and (psi - 2).abs().max() > 1, "the reference itself must have moved the indexes"
+
+
+def test_raw_step_with_the_papers_beta_never_moves_an_index(encoder):
+    ours = Setting(encoder, rate=5e-5)
+    for number in range(ours.steps):
+        ours.method.step(number, *ours.batches(), ours.update)
+    assert (ours.method.index - 2).abs().max() < 1e-4
+
+
+def test_without_meta_learning_every_index_stays(encoder):
+    ours = Setting(encoder, meta=False, index_initial=1.5)
+    before = ours.weights()
+    log = ours.method.step(0, *ours.batches(), ours.update)
+    assert torch.equal(ours.method.index, torch.full((30,), 1.5)) and "meta_loss" not in log
+    assert any(not torch.equal(before[name], value) for name, value in ours.weights().items())
+
+
+def test_ablations_of_annealing_and_sampling(encoder):
+    assert Setting(encoder, annealing=False).method.temperature(0) == 1.0
+    annealed = Setting(encoder, hottest=3.0, coldest=0.5).method
+    assert annealed.temperature(0) == pytest.approx(3.0) and annealed.temperature(11) == pytest.approx(0.5)
+    greedy = Setting(encoder, sampling=False)
+    _, target = greedy.batches()
+    with torch.no_grad():
+        wanted = greedy.model.eval()(target.inputs).argmax(dim=1)
+    assert torch.equal(greedy.method.pseudo_labels(target, 5.0), wanted)
+
+
+@pytest.mark.parametrize("kind", ["sign", "soft", "rms", "norm", "raw"])
+def test_index_step_normalisations(encoder, kind):
+    method = Setting(encoder, index_step=kind, index_rate=0.5, index_low=1.05, index_high=5.0).method
+    gradient = torch.tensor([3e-7, -4e-7, 0.0, 1e-8])
+    moved = method.moved(torch.tensor([2.0, 2.0, 2.0, 1.06]), gradient, 0)
+    step = {
+        "raw": gradient,
+        "sign": torch.tensor([1.0, -1.0, 0.0, 1.0]),
+        "soft": torch.tensor([3 / 3.1, -4 / 4.1, 0.0, 1 / 2]),  # the median of the absolute values is 1e-8
+        "rms": gradient / 2.50049995e-7,
+        "norm": gradient / 5.0009999e-7,
+    }[kind]
+    torch.testing.assert_close(moved, (torch.tensor([2.0, 2.0, 2.0, 1.06]) - 0.5 * step).clamp(1.05, 5.0))
+    assert torch.isfinite(method.moved(torch.full((4,), 2.0), torch.zeros(4), 0)).all()
+
+
+def test_index_falls_where_the_pseudo_label_helps_the_source(encoder):
+    """Texts labeled as the source labels its own should get smaller indexes than texts labeled against it."""
+    ours = Setting(encoder, rate=0.05)
+    for _ in range(60):  # a source model first
+        source, _ = ours.batches()
+        ours.update(cross_entropy(ours.model(source.inputs), source.labels))
+    source, _ = ours.batches()
+    right = Batch(source.inputs, None, torch.arange(8))
+    gradient = ours.method.index_gradient(right.inputs, source.labels, right.rows, source).gradient
+    wrong = ours.method.index_gradient(right.inputs, 1 - source.labels, right.rows, source).gradient
+    assert gradient.mean() > 0 > wrong.mean()
+
+
+def test_teacher_is_the_running_average_and_is_what_is_kept(encoder):
+    ours = Setting(encoder, teacher=0.9)
+    expected = ours.weights()
+    for number in range(3):
+        ours.method.step(number, *ours.batches(), ours.update)
+        expected = {name: 0.9 * expected[name] + 0.1 * value for name, value in ours.weights().items()}
+    for name, value in ours.method.weights().items():
+        torch.testing.assert_close(value, expected[name])
+    assert any(not torch.allclose(value, ours.method.weights()[name]) for name, value in ours.weights().items())
+
+
+def test_source_weight_adds_the_source_loss(encoder):
+    """With the target's weight at 0 and the source's at 1 the step is a plain source step."""
+    ours, plain = (Setting(encoder, source_weight=1.0, target_weight=0.0) for _ in range(2))
+    source, target = ours.batches()
+    ours.method.step(0, source, target, ours.update)
+    plain.update(cross_entropy(plain.model.eval()(source.inputs), source.labels))
+    for name, value in ours.weights().items():
+        torch.testing.assert_close(value, plain.weights()[name])
+
+
+def test_state_round_trip(encoder):
+    ours, other = Setting(encoder, teacher=0.9, index_step="sign", index_rate=0.5), Setting(encoder, seed=1, teacher=0.9)
+    ours.method.step(0, *ours.batches(), ours.update)
+    other.method.load_state({name: value.clone() for name, value in ours.method.state().items()})
+    assert torch.equal(other.method.index, ours.method.index) and ours.method.index.std() > 0
+    for name, value in ours.method.weights().items():
+        assert torch.equal(value, other.method.weights()[name])
+
+
+def test_meta_loss_does_not_change_what_is_drawn_next(encoder):
+    ours = Setting(encoder)
+    source, target = ours.batches()
+    before = ours.context.generator.get_state()
+    assert ours.method.meta_loss(source, target) > 0
+    assert torch.equal(before, ours.context.generator.get_state())
+
+
+def test_assumption_2_rate_falls(encoder):
+    method = Setting(encoder, index_schedule="assumption-2", index_rate=0.5, index_step="sign").method
+    start, gradient = torch.tensor([2.0]), torch.tensor([1.0])
+    assert float(start - method.moved(start, gradient, 0)) == pytest.approx(0.5)
+    assert float(start - method.moved(start, gradient, 7)) == pytest.approx(0.5 / 8 ** (2 / 3), rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"index_low": 3.0, "index_high": 2.0}, {"hottest": 0.1, "coldest": 0.5}])
+def test_impossible_ranges_are_refused(encoder, changes):
+    with pytest.raises(RequestError, match=r"must"):
+        Setting(encoder, **changes)
