@@ -27,11 +27,12 @@ from mtem.progress import Progress
 from mtem.storage import read_tensors, write_tensors
 
 DOMAINS = ("books", "dvd", "electronics", "kitchen")
-COMMON: dict[str, Any] = {"max_length": 256, "batch_size": 50, "source_epochs": 3, "source_rate": 2e-5, "frozen_layers": 0}
+COMMON: dict[str, Any] = {"max_length": 256, "batch_size": 50, "source_epochs": 3, "frozen_layers": 0}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "soft": {"index_step": "soft", "index_rate": 1.0},
     "fixed": {"meta": False},
+    "source-continued": {"meta": False, "target_weight": 0.0},
     "corruption-0": {"corruption": 0.0},
     "corruption-30": {"corruption": 0.3},
     "greedy": {"sampling": False},

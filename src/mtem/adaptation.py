@@ -38,7 +38,7 @@ from mtem.storage import (
     write_json,
     write_tensors,
 )
-from mtem.training import Stream, Trainer, TrainingSettings, find_device, find_precision
+from mtem.training import Stream, Trainer, TrainingSettings, find_device, find_precision, find_rates
 
 PRESETS = ("recommended", "paper")
 FROZEN_LIMIT = 4 * 2**30  # bytes of frozen layers' output kept on disk for each corpus
@@ -156,6 +156,7 @@ class Run:
         self.model, self.kind, self.settings, self.method_settings = model, kind, training, method_settings
         self.target, self.directory, self.workspace, self.progress = target, directory, workspace, progress
         self.request = request
+        self.source_rate, self.rate = find_rates(training, model.frozen_layers)
         self.checkpoints = Checkpoints(workspace)
         self.generator = torch.Generator().manual_seed(training.seed)
         self.started = self.saved = time.monotonic()
@@ -236,7 +237,7 @@ class Run:
     def train_source(self, done: int, tensors: dict[str, Tensor]) -> None:
         """Stage 1: theta_1."""
         method = SourceOnly(self.model, SourceOnlySettings(), self.context(self.source_steps))
-        trainer = self.trainer(method, "source", self.source_steps, self.settings.source_rate, None, "adamw", "linear")
+        trainer = self.trainer(method, "source", self.source_steps, self.source_rate, None, "adamw", "linear")
         self.begin(trainer, method, tensors, stage=1)
         trainer.run(done)
         self.source_weights = clone(method.weights())
@@ -248,7 +249,7 @@ class Run:
         load(self.model, self.source_weights)
         context = self.context(self.steps)
         method = self.kind(self.model, self.method_settings, context)
-        trainer = self.trainer(method, "adapt", self.steps, self.settings.rate, self.target_stream)
+        trainer = self.trainer(method, "adapt", self.steps, self.rate, self.target_stream)
         context.rate = trainer.rate
         self.begin(trainer, method, tensors, stage=2)
         if not self.candidates:
@@ -435,6 +436,8 @@ class Run:
                 "precision": str(self.model.precision or torch.float32).removeprefix("torch."),
                 "frozen_layers": self.model.frozen_layers,
                 "max_length": self.model.max_length,
+                "source_rate": self.source_rate,
+                "rate": self.rate,
                 "threads": torch.get_num_threads(),
             },
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},

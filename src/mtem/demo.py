@@ -23,9 +23,9 @@ SETTINGS: dict[str, Any] = {
     "batch_size": 32,
     "frozen_layers": -2,
     "source_epochs": 2,
-    "source_rate": 3e-4,
+    "source_rate": 1e-3,
     "epochs": 1,
-    "rate": 1e-4,
+    "rate": 3e-4,
     "evaluations": 4,
 }
 
@@ -59,13 +59,13 @@ def show(adapted: Adapted, console: Console, progress: Progress) -> None:
     chosen = adapted.record["selection"]
     if chosen["kept_source_model"]:
         console.print("  the source model was kept: without labels nothing looked better")
-    table = adapted.indexes.sort_values("index", kind="stable")
-    for title, rows in (
-        ("smallest entropy index (trusted: the model learns fast from these)", table.head(5)),
-        ("largest entropy index (doubted: the model learns slowly from these)", table.tail(5)[::-1]),
+    table = adapted.indexes.sort_values("confidence", ascending=False, kind="stable")
+    for title, falling in (
+        ("smallest entropy index (trusted: the model learns fast from these)", False),
+        ("largest entropy index (doubted: the model learns slowly from these)", True),
     ):
         console.print(Text(title, style="bold"))
-        for row in rows.itertuples():
-            line = f"  {row.index:.2f}  {row.prediction} ({row.confidence:.2f})  {' '.join(row.text.split())}"
+        for row in table.sort_values("index", ascending=not falling, kind="stable").head(5).to_dict("records"):
+            line = f"  {row['index']:.2f}  {row['prediction']} ({row['confidence']:.2f})  {' '.join(row['text'].split())}"
             console.print(Text(line[:110] + ("…" if len(line) > 110 else "")))
     console.print(Text(f"look into {adapted.path}/ : model/, run.json, history.jsonl, indexes.parquet"))

@@ -31,10 +31,14 @@ class TrainingSettings:
     max_length: int = setting(256, "tokens kept of a text", low=4)
     batch_size: int = setting(50, "texts in a batch, of the source and of the target", low=1)
     source_epochs: float = setting(3.0, "passes over the labeled texts before the adaptation", low=0.0)
-    source_rate: float = setting(5e-5, "learning rate of the source training", low=0.0)
+    source_rate: float | None = setting(
+        None, "learning rate of the source training; none: 5e-5, or 5e-4 when lower layers are frozen", low=0.0
+    )
     epochs: float = setting(2.0, "passes over the unlabeled texts in the adaptation", low=0.0)
     steps: int | None = setting(None, "steps of the adaptation, in place of epochs", low=0)
-    rate: float = setting(2e-5, "learning rate of the adaptation", low=0.0)
+    rate: float | None = setting(
+        None, "learning rate of the adaptation; none: 2e-5, or 2e-4 when lower layers are frozen", low=0.0
+    )
     optimizer: str = setting(
         "adamw", "of the adaptation; sgd, as in Algorithm 1, hardly moves a transformer at the usual rates",
         choices=("adamw", "adam", "sgd"),
@@ -82,6 +86,15 @@ def find_precision(name: str, device: torch.device) -> torch.dtype | None:
     if name == "fp16" and device.type != "cuda":
         raise RequestError(f"precision=fp16 needs a GPU; this is {device.type}: use fp32")
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def find_rates(settings: TrainingSettings, frozen_layers: int) -> tuple[float, float]:
+    """(source, adaptation). A few upper layers alone have farther to go, and no pretrained layers below that could suffer."""
+    source, adaptation = (5e-4, 2e-4) if frozen_layers else (5e-5, 2e-5)
+    return (
+        source if settings.source_rate is None else settings.source_rate,
+        adaptation if settings.rate is None else settings.rate,
+    )
 
 
 class Stream:
