@@ -2,6 +2,8 @@
 
     python benchmarks/recipe.py --data DIR --model minilm --out recipe.jsonl [--targets kitchen] [--seeds 0,1] [--only NAME]
 
+    python benchmarks/recipe.py --show results/recipe/FILE.jsonl
+
 One line per cell (target, seed, configuration). A cell that is in the file already is skipped. theta_1 is trained once per
 target and seed and shared by the configurations. DIR holds <domain>.labeled.jsonl.gz and <domain>.unlabeled.jsonl.gz.
 """
@@ -105,11 +107,44 @@ def cell(arguments: argparse.Namespace, target: str, seed: int, name: str, works
     }
 
 
+def show(path: Path) -> None:
+    """The cells as a table: means over those (target, seed) pairs that every configuration in the file has."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    cells: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault(row["configuration"], {})[row["target"], row["seed"]] = row
+    most = max(map(len, cells.values()))
+    cells = {name: found for name, found in cells.items() if len(found) == most}
+    pairs = sorted(set.intersection(*(set(found) for found in cells.values())))
+    print(f"{len(pairs)} cells each: {', '.join(f'{target}/{seed}' for target, seed in pairs)}; {rows[0]['device']}\n")
+    print(
+        "| configuration | infomax | source validation | estimate | kept source | source acc. | chosen | last | best (oracle) |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, found in cells.items():
+        lines = []
+        for pair in pairs:
+            candidates = found[pair]["candidates"]
+            chosen = next(entry for entry in candidates if entry["step"] == found[pair]["chosen_step"])
+            truth = [entry["target_accuracy"] for entry in candidates]
+            evidence = [chosen["infomax"], chosen["source-validation"], found[pair]["estimate"]["after"], chosen["step"] == 0]
+            lines.append([*evidence, truth[0], chosen["target_accuracy"], truth[-1], max(truth)])
+        means = np.mean(np.array(lines, dtype=float), axis=0)
+        shown = [f"{value:.4f}" for value in means]
+        shown[3] = f"{round(means[3] * len(pairs))} of {len(pairs)}"
+        print(f"| {name} | {' | '.join(shown)} |")
+    print("\n| criterion | mean accuracy of the candidate it chooses, over all cells of the file |\n|---|---|")
+    for name in rows[0]["candidates"][0]["criteria"]:
+        picked = [max(row["candidates"], key=lambda entry: entry["criteria"].get(name, -1e9)) for row in rows]
+        print(f"| {name} | {np.mean([entry['target_accuracy'] for entry in picked]):.4f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print a file's cells as tables and do nothing else")
+    parser.add_argument("--data", type=Path)
     parser.add_argument("--model", default="minilm")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--targets", default=",".join(DOMAINS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--only", default=",".join(CONFIGURATIONS))
@@ -117,6 +152,11 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for all cells")
     parser.add_argument("--workspace", type=Path, default=Path(tempfile.gettempdir()) / "mtem-recipe")
     arguments = parser.parse_args()
+    if arguments.show:
+        show(arguments.show)
+        return
+    if not (arguments.data and arguments.out):
+        parser.error("--data and --out are needed (or --show)")
     COMMON.update(item.split("=", 1) for item in arguments.set)
     arguments.workspace.mkdir(parents=True, exist_ok=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
