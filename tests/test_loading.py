@@ -250,7 +250,7 @@ def test_bundled_sample():
     source = load_corpus([sample_path(f"{d}.jsonl.gz") for d in ("books", "dvd", "electronics")], labeled=True)
     target = load_corpus(sample_path("kitchen.jsonl.gz"), labeled=False)
     test = load_corpus(sample_path("kitchen-test.jsonl.gz"), labeled=True)
-    assert [len(source), len(target), len(test)] == [900, 900, 400]
+    assert [len(source), len(target), len(test)] == [1260, 1200, 600]
     assert source.classes == test.classes == ("negative", "positive")
     for corpus in (source, test):
         assert np.bincount(corpus.label_numbers(corpus.classes)).tolist() == [len(corpus) // 2] * 2

@@ -21,7 +21,7 @@ SEED = 2023
 LABELS = ("negative", "positive")
 SOURCES = ("books", "dvd", "electronics")
 TARGET = "kitchen"
-PER_SOURCE, UNLABELED, TEST = 300, 900, 400
+PER_SOURCE, UNLABELED, TEST = 420, 1200, 600
 CLEAN = ("fdu", "hatn")  # the parts of the unlabeled pool with cased, punctuated text
 
 

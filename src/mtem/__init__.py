@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapted", "RequestError", "RunError", "adapt", "load"]
 
+_MODULES = ("tsallis", "annealing", "rates", "metagrad", "selection", "estimation", "metrics", "data", "methods", "models")
 _PLACES = {"adapt": "mtem.adaptation", "Adapted": "mtem.adapted", "load": "mtem.adapted"}
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +31,6 @@ def __getattr__(name: str) -> Any:
 
     if name in _PLACES:
         return getattr(importlib.import_module(_PLACES[name]), name)
-    if name in ("tsallis", "annealing", "rates", "metagrad", "selection", "estimation", "metrics", "data", "methods", "models"):
+    if name in _MODULES:
         return importlib.import_module(f"mtem.{name}")
     raise AttributeError(f"module 'mtem' has no attribute {name!r}")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mtem import estimation, inference, methods, selection, settings
 from mtem.adapted import Adapted, index_table
+from mtem.atomic import disk_errors
 from mtem.data.corpus import Corpus, check_source, check_target
 from mtem.data.loading import load_corpus
 from mtem.data.splits import hold_out
@@ -65,7 +66,8 @@ def adapt(
     ----------
     source, target, target_labeled
         Paths, lists of them, data frames, Hugging Face datasets, lists of texts, (texts, labels) pairs, or a dict that
-        gives each a domain name. Labels of `target`, if any, are never read.
+        gives each a domain name. Labels of `target`, if any, are never read. Class names are text: labels 0 and 1 become
+        "0" and "1", and that is what `predict` returns.
     model
         An encoder: a packaged name, a directory, or a Hugging Face name.
     method, preset
@@ -90,6 +92,7 @@ def adapt(
         check_output(directory, resume)
     place = encoders.find(model)
 
+    progress.say("reading the data")
     columns = {"text_column": text_column, "label_column": label_column}
     labeled = load_corpus(source, labeled=True, name="source", **columns)
     check_source(labeled)
@@ -118,14 +121,18 @@ def adapt(
         },
     }
     if resume and directory is not None:
+        if not (directory / "run.json").exists():
+            progress.notice(f"{directory}: nothing to resume there, so the run starts anew")
         finished = same_request(directory, request)
         if finished:
             progress.say(f"{directory}: this run is done already")
             return Adapted.load(directory)
     torch.manual_seed(training.seed)
     network = TextModel.create(place, labeled.classes, max_length=training.max_length, attention=training.attention).to(device)
+    if network.max_length < training.max_length:
+        progress.notice(f"max_length={training.max_length}: the encoder takes {network.max_length} tokens, texts are cut there")
     network.precision = precision
-    network.freeze(frozen(training, device))
+    network.freeze(frozen(training, network))
 
     with contextlib.ExitStack() as stack:
         if directory is None:
@@ -414,7 +421,8 @@ class Run:
 
     def record(self, line: dict[str, Any]) -> None:
         if self.directory is not None:
-            with history(self.directory).open("a", encoding="utf-8") as file:
+            path = history(self.directory)
+            with disk_errors(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"seconds": round(time.monotonic() - self.started, 2), **line}) + "\n")
 
     def read_weights(self, name: str) -> dict[str, Tensor]:
@@ -491,10 +499,11 @@ def same_request(directory: Path, request: dict[str, Any]) -> bool:
     return old["status"] == "done"
 
 
-def frozen(training: TrainingSettings, device: torch.device) -> int:
+def frozen(training: TrainingSettings, model: TextModel) -> int:
+    """How many layers to freeze; by default the whole encoder is trained on a GPU, or where its layers are not a list."""
     if training.frozen_layers is not None:
         return training.frozen_layers
-    return -2 if device.type == "cpu" else 0
+    return -2 if model.device.type == "cpu" and model.has_layers else 0
 
 
 def version(package: str) -> str:

@@ -64,7 +64,7 @@ class Adapted:
         return inference.predict_texts(self.model, texts)
 
     def predict(self, texts: Sequence[str]) -> list[str]:
-        """The class name of each text."""
+        """The class name of each text, as text: a classifier trained on labels 0 and 1 answers "0" and "1"."""
         return [self.classes[number] for number in self.predict_proba(texts).argmax(axis=1)]
 
     @property
@@ -142,5 +142,8 @@ def card(record: dict[str, Any]) -> str:
             f"- Estimated accuracy on the target, without labels: {estimate['accuracy']:.3f} "
             f"({estimate['low']:.3f} to {estimate['high']:.3f})",
             *(f"- Warning: {line}" for line in record["warnings"]),
+            "",
+            f"Texts are cut at {record['resolved']['max_length']} tokens. A pipeline does so when it is told to: "
+            '`pipeline("text-classification", PATH)(texts, truncation=True)`.',
         ]
     return "\n".join(lines) + "\n"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -28,8 +29,24 @@ data_app = typer.Typer(help="Prepare data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 out = Console(soft_wrap=True, highlight=False)
+INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 Column = Annotated[str | None, typer.Option(help="Name of the column; the usual names are found without it.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        out.print(f"mtem {version('mtem')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Adapt a text classifier to a domain where nobody has labels."""
 
 
 @app.command()
@@ -70,10 +87,11 @@ def adapt(
         given["seed"] = seed
     from mtem.adaptation import adapt as run
 
+    for name in given:
+        if name in inspect.signature(run).parameters:
+            raise RequestError(f"--set {name}={given[name]}: '{name}' is no setting; see 'mtem adapt --help' for the options")
     adapted = run(
-        [str(path) for path in source],
-        [str(path) for path in target],
-        target_labeled=[str(path) for path in target_labeled] if target_labeled else None,
+        source, target, target_labeled=target_labeled or None,
         model=model, method=method, preset=preset, output=output, resume=resume,
         text_column=text_column, label_column=label_column, progress=Progress(quiet=quiet), **given,
     )  # fmt: skip
@@ -100,14 +118,15 @@ def predict(
 
     adapted = _load(run, device)
     progress = Progress(quiet=quiet)
-    with progress.stage("predicting", 0):
+    with progress.stage("predicting", None):
         done = inference.predict_file(
             adapted.model, file, output, text_column=text_column, all_probabilities=probabilities, progress=progress
         )
     counts = ", ".join(f"{name} {count}" for name, count in done.counts.items())
     out.print(f"{output}: {done.rows} rows ({counts})", markup=False)
     if done.empty:
-        out.print(f"{done.empty} rows have no text and no prediction", style="yellow", markup=False)
+        rows = "1 row has" if done.empty == 1 else f"{done.empty} rows have"
+        out.print(f"{rows} no text and no prediction", style="yellow", markup=False)
 
 
 @app.command()
@@ -140,6 +159,7 @@ def evaluate(
         before = adapted.source_model()
         if before is None:
             raise RequestError(f"{run}: the model before the adaptation was not kept, so there is nothing to --compare with")
+        before.precision = adapted.model.precision
         models = {"before": before.to(adapted.model.device), **models}
     found = {}
     for name, model in models.items():
@@ -162,7 +182,12 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the run.")] = Path("demo-run"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")] = False,
 ) -> None:
-    """Adapt on the bundled Amazon sample (CPU, a few minutes) and show what came of it."""
+    """Adapt on the bundled Amazon sample (CPU, a few minutes) and show what came of it.
+
+    **Example**
+
+    mtem demo --output demo-run/
+    """
     from mtem import demo as shown
 
     shown.run(output, out, Progress(quiet=quiet))
@@ -170,7 +195,12 @@ def demo(
 
 @app.command("methods")
 def list_methods() -> None:
-    """What can be given to --method, with the paper it is from and whether it needs labeled target texts."""
+    """What can be given to --method, with the paper it is from and whether it needs labeled target texts.
+
+    **Example**
+
+    mtem methods
+    """
     from mtem import methods
 
     table = Table("method", "what it does", "paper", "target labels", box=None, header_style="bold")
@@ -182,7 +212,12 @@ def list_methods() -> None:
 
 @app.command("settings")
 def list_settings(method: Annotated[str, typer.Argument(help="Whose settings.")] = "mtem") -> None:
-    """What can be given to --set, with defaults and meanings; the paper preset's values beside them."""
+    """What can be given to --set, with defaults and meanings; the paper preset's values beside them.
+
+    **Example**
+
+    mtem settings mtem
+    """
     from mtem import methods, settings
     from mtem.training import TrainingSettings
 
@@ -233,8 +268,6 @@ def _summary(record: dict[str, Any], output: Path) -> None:
     out.print("estimated accuracy on the target, without labels (95 % interval):")
     for name, value in (("before", before), ("after", after)):
         out.print(f"  {name:<7}{value['accuracy']:.3f}  ({value['low']:.3f} to {value['high']:.3f})")
-    for note in after["notes"]:
-        out.print(f"  {note}", markup=False, style="dim")
     out.print(
         Text(f"model: {output / 'model'}   record: {output / 'run.json'}   texts and indexes: {output / 'indexes.parquet'}")
     )
@@ -262,21 +295,25 @@ def _load(run: Path, device: str) -> Any:
 
 
 def main() -> None:
-    """Errors in one line: exit code 2 for a wrong request, 1 for a run that failed."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    """Errors in one line: exit code 2 for a wrong request, 1 for a run that failed, 130 for one that was interrupted."""
     try:
         app()
     except RequestError as error:
-        errors.print(Text(f"mtem: {error}", style="red"))
-        sys.exit(2)
+        _fail(str(error), 2)
     except RunError as error:
-        errors.print(Text(f"mtem: {error}", style="red"))
-        sys.exit(1)
-    except BrokenPipeError:
-        sys.exit(1)
-    except KeyboardInterrupt:
-        errors.print(Text("mtem: interrupted; an adaptation can be continued with --resume", style="red"))
-        sys.exit(1)
+        _fail(str(error), 1)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            _fail("interrupted; an adaptation can be continued with --resume", INTERRUPTED)
+        raise
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    line = Text(f"mtem: {' '.join(message.splitlines())}", style="red")
+    Console(stderr=True, soft_wrap=True, highlight=False).print(line)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,12 @@ SETTINGS: dict[str, Any] = {
     "frozen_layers": -2,
     "source_epochs": 2,
     "source_rate": 1e-3,
-    "epochs": 1,
+    "steps": 30,
     "rate": 3e-4,
-    "evaluations": 4,
+    "evaluations": 3,
+    # With less than one visit per text the sign alone would leave three values of the index; the soft sign grades them.
+    "index_step": "soft",
+    "index_rate": 1.0,
 }
 
 

@@ -13,6 +13,7 @@ import torch
 
 from mtem.data import files
 from mtem.data.batching import sequential
+from mtem.data.corpus import encodable, is_missing
 from mtem.data.loading import find_column
 from mtem.errors import RequestError
 from mtem.progress import Progress
@@ -91,11 +92,11 @@ def predict_file(
     """
     path, output = Path(path), Path(output)
     columns = files.columns(path)
-    text = find_column(columns, "text", text_column, path.name)
+    text = find_column(columns, "text", text_column, str(path))
     added = ["prediction", "confidence", *([f"probability {name}" for name in model.classes] if all_probabilities else [])]
     taken = [name for name in added if name in columns]
     if taken:
-        raise RequestError(f"{path.name}: it has a column '{taken[0]}' already, which the predictions would overwrite: rename it")
+        raise _taken(path, taken[0])
     if output.resolve() == path.resolve():
         raise RequestError(f"{output}: the predictions would overwrite their input: give another --output")
     rows = empty = 0
@@ -103,6 +104,9 @@ def predict_file(
     with files.Writer(output, columns=[*columns, *added]) as writer:
         for block in _blocks(files.read_rows(path), ROWS_AT_ONCE):
             records = [record for _, record in block]
+            for row, record in block:  # a JSON line may have columns that the first has not
+                if clash := next((name for name in added if name in record), None):
+                    raise _taken(path, clash, f" row {row}:")
             texts = [_text(record.get(text)) for record in records]
             known = [number for number, value in enumerate(texts) if value]
             found = predict_texts(model, [texts[number] for number in known]) if known else np.zeros((0, len(model.classes)))
@@ -124,10 +128,16 @@ def predict_file(
     return Predicted(rows, empty, counts)
 
 
+def _taken(path: Path, column: str, row: str = "") -> RequestError:
+    return RequestError(f"{path}:{row} it has a column '{column}' already, which the predictions would overwrite: rename it")
+
+
 def _text(value: Any) -> str:
-    if value is None or (isinstance(value, float) and np.isnan(value)):
+    """The text in a cell as the corpora read it, "" where there is none."""
+    if is_missing(value):
         return ""
-    return str(value).replace("\x00", "").strip()
+    text = encodable((value.decode(errors="replace") if isinstance(value, bytes) else str(value)).replace("\x00", ""))
+    return text if text.strip() else ""
 
 
 def _blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:

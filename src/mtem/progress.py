@@ -6,10 +6,20 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
+
+
+class _Bar(Bar):
+    """A bar with the figures on a line of their own: beside it a terminal of 80 columns has no room for them."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            if task.fields["figures"]:
+                yield Text(task.fields["figures"], style="dim")
 
 
 class Progress:
@@ -21,9 +31,10 @@ class Progress:
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True)
         self.quiet = quiet
-        self._bar: Bar | None = None
+        self._bar: _Bar | None = None
         self._task: int | None = None
-        self._stage, self._total, self._started, self._printed, self._tenth = "", 0, 0.0, 0.0, 0
+        self._stage, self._started, self._printed, self._tenth = "", 0.0, 0.0, 0
+        self._total: int | None = None
 
     def say(self, text: str) -> None:
         """One line of information."""
@@ -38,7 +49,8 @@ class Progress:
         self.console.print(Text(text, style=style), soft_wrap=True, highlight=False)
 
     @contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Progress]:
+    def stage(self, name: str, total: int | None) -> Iterator[Progress]:
+        """Everything inside is one piece of work; `total` is None where its size is not known."""
         self._stage, self._total, self._started, self._tenth = name, total, time.monotonic(), 0
         if self.console.is_terminal and not self.quiet:
             columns = (
@@ -47,9 +59,8 @@ class Progress:
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[figures]}"),
             )
-            with Bar(*columns, console=self.console) as self._bar:
+            with _Bar(*columns, console=self.console) as self._bar:
                 self._task = self._bar.add_task(name, total=total, figures="")
                 try:
                     yield self
@@ -63,14 +74,17 @@ class Progress:
         text = "  ".join(f"{name} {_short(value)}" for name, value in (figures or {}).items())
         if self._bar is not None:
             self._bar.update(self._task, completed=done, **({"figures": text} if text else {}))
-        elif not self.quiet and self._total and self._due(done):
+        elif not self.quiet and self._due(done):
             passed = time.monotonic() - self._started
+            if self._total is None:
+                self._line(f"{self._stage} {done}  {passed:.0f} s")
+                return
             left = passed / max(done, 1) * (self._total - done)
             self._line(f"{self._stage} {done}/{self._total}  {passed:.0f} s, {left:.0f} s left  {text}".rstrip())
 
     def _due(self, done: int) -> bool:
         """A line every tenth of a stage, but not more often than every ten seconds; the last one for long stages only."""
-        tenth, now = done * 10 // self._total, time.monotonic()
+        tenth, now = done * 10 // self._total if self._total else self._tenth + 1, time.monotonic()
         if tenth <= self._tenth or now - max(self._started, self._printed) < 10:
             return False
         self._tenth, self._printed = tenth, now

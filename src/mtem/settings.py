@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -37,8 +38,8 @@ def build(kinds: Mapping[str, type], values: Mapping[str, Any]) -> dict[str, Any
     for name, value in values.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            raise RequestError(f"unknown setting '{name}': {hint}There are {', '.join(sorted(known))}")
+            hint = f"did you mean '{near[0]}'? There are" if near else "there are"
+            raise RequestError(f"unknown setting '{name}': {hint} {', '.join(sorted(known))}")
         part, field = known[name]
         chosen[part][name] = _checked(field, typing.get_type_hints(kinds[part])[name], value)
     return {part: kind(**chosen[part]) for part, kind in kinds.items()}
@@ -86,12 +87,14 @@ def _parsed(name: str, kind: Any, value: Any) -> Any:
             if number in options or (number is int and float in options):
                 try:
                     parsed = number(text)
-                except ValueError:
+                    return parsed if number in options else float(parsed)
+                except (ValueError, OverflowError):
                     continue
-                return parsed if number in options else float(parsed)
         raise RequestError(f"setting {name}={value}: a {_named(options)} is wanted")
     if bool in options and isinstance(value, bool):
         return value
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)  # numpy's whole numbers are not Python's
     if float in options and isinstance(value, int) and not isinstance(value, bool) and int not in options:
         return float(value)
     if isinstance(value, bool) or not isinstance(value, tuple(option for option in options if option is not type(None))):

@@ -21,13 +21,14 @@ from mtem.selection import CRITERIA, DEFAULT_CRITERION
 from mtem.settings import setting
 
 SCHEDULES = (*rates.SCHEDULES, "assumption-2")
+DEVICES = ("cpu", "cuda", "mps")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
     """What all methods share: lengths, rates, batches, the device, the choice of the final weights."""
 
-    seed: int = setting(0, "every random choice follows from it", low=0)
+    seed: int = setting(0, "every random choice follows from it", low=0, high=2**32 - 1)
     max_length: int = setting(256, "tokens kept of a text", low=4)
     batch_size: int = setting(50, "texts in a batch, of the source and of the target", low=1)
     source_epochs: float = setting(3.0, "passes over the labeled texts before the adaptation", low=0.0)
@@ -54,7 +55,7 @@ class TrainingSettings:
     target_labeled_share: float | None = setting(
         None,
         "with --target-labeled: their share of every labeled batch, the outer loop's too; none: as often as their number says",
-        low=0.0,
+        low=0.01,
         high=1.0,
     )
     validation_share: float = setting(0.1, "share of the labeled texts held out", low=0.01, high=0.5)
@@ -71,6 +72,8 @@ class TrainingSettings:
 def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.split(":")[0] not in DEVICES:
+        raise RequestError(f"unknown device '{name}': there are {', '.join(DEVICES)} and auto")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -170,7 +173,13 @@ class Trainer:
             for step in range(first, self.steps):
                 self._set_rate(step)
                 target = self.target(step) if self.target is not None else None
-                log = self.method.step(step, self.source(step), target, self.update)
+                try:
+                    log = self.method.step(step, self.source(step), target, self.update)
+                except torch.OutOfMemoryError as error:
+                    raise RunError(
+                        f"{self.name}, step {step + 1}: the GPU's memory is full; set a smaller batch_size or max_length, "
+                        "or frozen_layers"
+                    ) from error
                 last = step + 1 == self.steps
                 if step % self.settings.log_every == 0 or last:
                     self._log(step, log)

@@ -245,6 +245,10 @@ def find_column(
                 return there[usual]
         missing = f"no {kind} column found"
     if needed:
+        if len(columns) == 1 and (mark := next((mark for mark in ";\t|" if mark in columns[0]), None)):
+            raise RequestError(
+                f"{name}: {missing}; the header is one column {columns[0]!r}: is {mark!r} the separator? Use commas"
+            )
         raise RequestError(f"{name}: {missing}; the columns are {listed(columns)}: name one with --{kind}-column")
     return None
 

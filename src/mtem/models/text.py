@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging as transformers_logging
 
 from mtem.data.corpus import Corpus
-from mtem.data.tokens import Tokens, tokenize
+from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
 from mtem.models import encoders
 from mtem.models.frozen import FrozenTokens, frozen_tokens, run_lower, same_function, upper_part
@@ -88,8 +88,7 @@ class TextModel(nn.Module):
 
     def encode_texts(self, texts: Sequence[str]) -> Tokens:
         """A handful of texts, in memory."""
-        ids = self.tokenizer(list(texts), truncation=True, max_length=self.max_length)["input_ids"] if texts else []
-        return Tokens.of_ids(ids)
+        return Tokens.of_ids(encode(texts, self.tokenizer, self.max_length) if texts else [])
 
     def collate(self, tokens: Tokens | FrozenTokens, rows: np.ndarray) -> dict[str, Tensor]:
         """The rows as one padded batch on the model's device."""
@@ -118,7 +117,7 @@ class TextModel(nn.Module):
         """
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         drawn = torch.rand(ids.shape, generator=generator).to(ids.device) < share
-        special = torch.tensor(sorted(self.tokenizer.all_special_ids), device=ids.device)
+        special = torch.tensor(sorted(self.tokenizer.all_special_ids), dtype=ids.dtype, device=ids.device)
         hidden = drawn & mask.bool() & ~torch.isin(ids, special)
         if self.tokenizer.mask_token_id is not None and "hidden" not in inputs:
             return {**inputs, "input_ids": ids.masked_fill(hidden, self.tokenizer.mask_token_id)}
@@ -157,9 +156,10 @@ class TextModel(nn.Module):
     @property
     def head(self) -> nn.Linear:
         """The last linear layer with one output per class."""
-        size = len(self.classes)
-        linear = [m for m in self.network.modules() if isinstance(m, nn.Linear) and m.out_features == size]
-        return linear[-1]
+        size, inside = len(self.classes), self.network.base_model_prefix + "."
+        linear = [(name, m) for name, m in self.network.named_modules() if isinstance(m, nn.Linear) and m.out_features == size]
+        # Some architectures register the head before the encoder, whose layers may be as wide as there are classes.
+        return ([m for name, m in linear if not name.startswith(inside)] or [m for _, m in linear])[-1]
 
     @property
     def device(self) -> torch.device:
@@ -193,13 +193,21 @@ class TextModel(nn.Module):
     def layers(self) -> nn.ModuleList:
         return self.network.get_submodule(self._layers_path())
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether the layers are a list; some encoders pass through one layer many times."""
+        try:
+            return bool(self._layers_path())
+        except RequestError:
+            return False
+
     def _layers_path(self) -> str:
         count = getattr(self.network.config, "num_hidden_layers", None) or getattr(self.network.config, "n_layers", None)
         for path, module in self.network.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return path
         raise RequestError(
-            f"{type(self.network).__name__}: its list of layers was not found; leave frozen_layers and layer_decay alone"
+            f"{type(self.network).__name__}: its list of layers was not found; set frozen_layers=0 and layer_decay=1"
         )
 
     def depths(self) -> dict[str, int]:
@@ -219,19 +227,19 @@ class TextModel(nn.Module):
     def freeze(self, layers: int) -> None:
         """Make the embeddings and the first `layers` layers constants; -2 keeps the upper two trainable."""
         total = len(self.layers) if layers else 0
-        layers = total + layers if layers < 0 else layers
-        if not 0 <= layers <= total:
+        layers = max(0, total + layers) if layers < 0 else layers
+        if layers > total:
             raise RequestError(f"frozen_layers={layers}: the encoder has {total} layers")
         self.frozen_layers = layers
         self._upper = []
-        if layers == 0:
-            return
-        depths = self.depths()
+        depths = self.depths() if layers else {}
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(depths[name] > layers)
-        upper = upper_part(self.network, self._layers_path(), layers) if layers < total else None
+            parameter.requires_grad_(not layers or depths[name] > layers)
+        upper = upper_part(self.network, self._layers_path(), layers) if 0 < layers < total else None
+        precision, self.precision = self.precision, None  # the two are compared in full precision
         if upper is not None and same_function(self.network, upper, self.lower):
             self._upper = [upper]
+        self.precision = precision
 
     def lower(self, inputs: Inputs) -> Tensor:
         """What enters the first trainable layer: no gradients, no dropout."""
@@ -248,7 +256,9 @@ class TextModel(nn.Module):
 def _outside_layers(network: nn.Module) -> list[str]:
     """Parameter prefixes of the encoder body that belong to the embeddings side (relative position tables too)."""
     prefix = network.base_model_prefix
-    return [f"{prefix}.embeddings", f"{prefix}.encoder.relative_attention_bias", f"{prefix}.encoder.rel_embeddings"]
+    inside = ("embeddings", "embeddings_project", "encoder.relative_attention_bias", "encoder.rel_embeddings")
+    words = network.get_input_embeddings()
+    return [f"{prefix}.{name}" for name in inside] + [name for name, module in network.named_modules() if module is words]
 
 
 def _longest(network: nn.Module, tokenizer: Any) -> int:
@@ -277,7 +287,7 @@ def _load(name: str | os.PathLike[str], attention: str | None, **config: Any) ->
                 **({"attn_implementation": attention} if attention else {}),
                 **safe,
             )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # damaged files fail in as many ways as there are files
         raise encoders.unreachable(str(name), error) from error
     if tokenizer.pad_token_id is None:
         raise RequestError(f"encoder '{name}': its tokenizer has no padding token")

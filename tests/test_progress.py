@@ -1,0 +1,91 @@
+"""Progress: a bar with figures on a terminal, a line now and then elsewhere, nothing when quiet."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mtem import progress as module
+from mtem.progress import Progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def shown(terminal: bool, **options) -> tuple[Progress, io.StringIO]:
+    stream = io.StringIO()
+    return Progress(Console(file=stream, force_terminal=terminal, width=80), **options), stream
+
+
+def test_elsewhere_a_line_every_ten_seconds_at_most(clock):
+    progress, stream = shown(False)
+    with progress.stage("adapt", 100):
+        for done in range(1, 101):
+            clock[0] += 3
+            progress.advance(done, {"target loss": 0.123456})
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 10 and lines[0] == "adapt 10/100  30 s, 270 s left  target loss 0.123"
+    assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+
+
+def test_a_short_stage_says_nothing_elsewhere(clock):
+    progress, stream = shown(False)
+    with progress.stage("adapt", 10):
+        for done in range(1, 11):
+            clock[0] += 0.1
+            progress.advance(done)
+    assert stream.getvalue() == ""
+
+
+def test_work_of_unknown_size_is_counted(clock):
+    progress, stream = shown(False)
+    with progress.stage("predicting", None):
+        for done in range(1, 6):
+            clock[0] += 6
+            progress.advance(1000 * done)
+    assert stream.getvalue().splitlines() == ["predicting 2000  12 s", "predicting 4000  24 s"]
+    progress, stream = shown(True)
+    with progress.stage("predicting", None):
+        progress.advance(4096)
+    assert "4096/?" in stream.getvalue()
+
+
+def test_a_terminal_of_80_columns_shows_every_figure():
+    progress, stream = shown(True)
+    figures = {"temperature": 0.998, "meta loss": 0.693, "target loss": 0.234, "index": "1.05/2.00/4.50"}
+    with progress.stage("adapt", 10):
+        progress.advance(4, figures)
+    text = stream.getvalue()
+    assert "adapt" in text and "4/10" in text
+    for words in ("temperature 0.998", "meta loss 0.693", "target loss 0.234", "1.05/2.00/4.50"):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_quiet_lets_only_notices_through(terminal, clock):
+    progress, stream = shown(terminal, quiet=True)
+    with progress.stage("adapt", 10):
+        for done in range(1, 11):
+            clock[0] += 60
+            progress.advance(done, {"loss": 1.0})
+    progress.say("resuming")
+    progress.notice("[b]three empty texts[/b] dropped " + "x" * 100)
+    assert "resuming" not in stream.getvalue() and "adapt" not in stream.getvalue()
+    assert "[b]three empty texts[/b] dropped" in stream.getvalue() and stream.getvalue().count("\n") == 1
+
+
+def test_a_failing_stage_gives_the_terminal_back():
+    progress, stream = shown(True)
+    with pytest.raises(ValueError), progress.stage("adapt", 10):
+        raise ValueError
+    assert stream.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
+    progress.advance(3)
+    with progress.stage("again", 2):
+        progress.advance(1)
+    assert "again" in stream.getvalue()
