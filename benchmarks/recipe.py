@@ -26,6 +26,7 @@ from mtem import adaptation, inference, selection
 from mtem.data import files
 from mtem.methods import Method
 from mtem.progress import Progress
+from mtem.run import Run, clone, current, load
 from mtem.storage import read_tensors, write_tensors
 
 DOMAINS = ("books", "dvd", "electronics", "kitchen")
@@ -48,7 +49,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Observed(adaptation.Run):
+class Observed(Run):
     """A run whose theta_1 may be given, and which also notes what target labels would have said of every candidate."""
 
     shared: Path
@@ -64,15 +65,15 @@ class Observed(adaptation.Run):
 
     def judge(self, method: Method, step: int) -> None:
         super().judge(method, step)
-        kept = adaptation.clone(adaptation.current(self.model))
-        adaptation.load(self.model, adaptation.clone(method.weights()))
+        kept = clone(current(self.model))
+        load(self.model, clone(method.weights()))
         evidence = self.evidence()
         found = {name: value for name, value in selection.scores(evidence).items() if np.isfinite(value)}
         if not hasattr(self, "test_tokens"):
             self.test_tokens = self.model.encode_texts(self.texts)
         predicted = inference.score(self.model, self.test_tokens).scores.argmax(axis=1)
         self.candidates[-1] |= {"criteria": found, "target_accuracy": float((predicted == self.truth).mean())}
-        adaptation.load(self.model, kept)
+        load(self.model, kept)
 
 
 def cell(arguments: argparse.Namespace, target: str, seed: int, name: str, workspace: Path) -> dict[str, Any]:

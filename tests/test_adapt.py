@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 import mtem
 from mtem import selection
-from mtem.adaptation import Run
 from mtem.errors import RequestError
+from mtem.run import Run
 from mtem.training import Trainer
 from tests.conftest import make_texts, write_jsonl
 

@@ -19,12 +19,12 @@ SOURCES = ("books", "dvd", "electronics")
 # Sized for two CPU cores and a few minutes: short texts, the upper two layers of MiniLM.
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
-    "max_length": 128,
+    "max_length": 96,
     "batch_size": 32,
     "frozen_layers": -2,
     "source_epochs": 2,
     "source_rate": 1e-3,
-    "steps": 30,
+    "steps": 28,
     "rate": 3e-4,
     "evaluations": 3,
     # With less than one visit per text the sign alone would leave three values of the index; the soft sign grades them.
@@ -37,7 +37,8 @@ def run(output: Path, console: Console, progress: Progress) -> Adapted:
     """Adapt (or go on where an earlier call stopped), then show what came of it."""
     sources = {name: str(sample_path(f"{name}.jsonl.gz")) for name in SOURCES}
     target = str(sample_path("kitchen.jsonl.gz"))
-    adapted = adapt(sources, target, output=output, resume=True, progress=progress, **SETTINGS)
+    begun = (output / "run.json").exists()
+    adapted = adapt(sources, target, output=output, resume=begun, progress=progress, **SETTINGS)
     show(adapted, console, progress)
     return adapted
 

@@ -1,0 +1,404 @@
+"""One adaptation from the loaded corpora on: its two stages, the judging of candidates, checkpoints, the final record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import time
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtem import estimation, inference, selection
+from mtem.adapted import Adapted, index_table
+from mtem.atomic import disk_errors
+from mtem.data.corpus import Corpus
+from mtem.data.splits import hold_out
+from mtem.methods import Context, Method
+from mtem.methods.source_only import SourceOnly, SourceOnlySettings
+from mtem.models.text import TextModel
+from mtem.progress import Progress
+from mtem.storage import (
+    Checkpoints,
+    random_state,
+    read_tensors,
+    restore_random_state,
+    write_json,
+    write_tensors,
+)
+from mtem.training import Stream, Trainer, TrainingSettings, find_rates
+
+FROZEN_LIMIT = 4 * 2**30  # bytes of frozen layers' output kept on disk for each corpus
+
+
+class Run:
+    """One adaptation, from the loaded corpora on."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        kind: type[Method],
+        training: TrainingSettings,
+        method_settings: Any,
+        source: Corpus,
+        target: Corpus,
+        few: Corpus | None,
+        directory: Path | None,
+        workspace: Path,
+        progress: Progress,
+        request: dict[str, Any],
+    ) -> None:
+        self.model, self.kind, self.settings, self.method_settings = model, kind, training, method_settings
+        self.target, self.directory, self.workspace, self.progress = target, directory, workspace, progress
+        self.request = request
+        self.source_rate, self.rate = find_rates(training, model.frozen_layers)
+        self.checkpoints = Checkpoints(workspace)
+        self.generator = torch.Generator().manual_seed(training.seed)
+        self.started = self.saved = time.monotonic()
+        self.seconds = {"source": 0.0, "adapt": 0.0}
+        self.candidates: list[dict[str, Any]] = []
+        self.best: dict[str, Tensor] = {}
+        self.source_weights: dict[str, Tensor] = {}
+
+        # Labeled target texts join the source set; all of them are trained on, so validation is the source's alone.
+        train, self.held = hold_out(source, source.classes, training.validation_share, training.seed)
+        self.labeled = source if few is None else Corpus.concatenate([source, few])
+        self.labels = self.labeled.label_numbers(source.classes)
+        self.extra = np.arange(len(source), len(self.labeled))
+        self.train = np.concatenate([train, self.extra])
+        self.source_domains = source.domain_numbers()[self.held]
+        self.classes = source.classes
+
+    # ------------------------------------------------------------------ the course of a run
+
+    def go(self, resume: bool) -> Adapted:
+        resumed = self.checkpoints.newest() if resume and self.workspace.is_dir() else None
+        if self.directory is not None:
+            self.workspace.mkdir(parents=True, exist_ok=True)
+            if resumed is None:
+                history(self.directory).unlink(missing_ok=True)
+            write_json(self.directory / "run.json", {"status": "running", **self.about()})
+        self.prepare()
+        stage, done = "source", 0
+        tensors: dict[str, Tensor] = {}
+        if resumed is not None:
+            tensors, record = resumed
+            stage, done = record["stage"], record["done"]
+            self.candidates, self.seconds = record["candidates"], record["seconds"]
+            truncate(history(self.directory), record["history"])
+            self.progress.say(f"resuming: stage {stage}, {done} steps done")
+        if stage == "source":
+            self.train_source(done, tensors)
+            tensors, done = {}, 0
+        else:
+            self.source_weights = self.read_weights("source")
+        method = self.adapt(done, tensors)
+        return self.finish(method)
+
+    def prepare(self) -> None:
+        """Tokens of both corpora, the frozen layers' output if there are any, and the batches."""
+        size, seed = self.settings.batch_size, self.settings.seed
+        labeled = self.encoded(self.labeled, "labeled")
+        target = self.encoded(self.target, "target")
+        share = self.settings.target_labeled_share or 0.0
+        self.source_stream = Stream(
+            self.model, labeled, self.train, self.labels, size, 2 * seed, extra=self.extra, extra_share=share
+        )
+        self.target_stream = Stream(self.model, target, np.arange(len(self.target)), None, size, 2 * seed + 1)
+        steps = self.settings.steps
+        self.steps = round(self.settings.epochs * self.target_stream.per_epoch) if steps is None else steps
+        if self.kind is SourceOnly:
+            self.steps = 0
+        self.source_steps = round(self.settings.source_epochs * self.source_stream.per_epoch)
+        self.choose_evaluations(size)
+
+    def encoded(self, corpus: Corpus, name: str) -> Any:
+        with self.progress.stage(f"tokens of the {name} texts", len(corpus)):
+            tokens = self.model.encode(corpus, progress=lambda done, _: self.progress.advance(done))
+        path = self.workspace / f"frozen-{name}.npy"
+        return self.model.keep_lower(tokens, path, self.progress, f"frozen layers, {name} texts", FROZEN_LIMIT)
+
+    def choose_evaluations(self, size: int) -> None:
+        """When weights are judged and on how many texts: about a tenth of the adaptation's cost at most."""
+        count = min(self.settings.evaluations, max(self.steps, 1))
+        self.evaluate_at = {round(self.steps * (number + 1) / count) for number in range(count)} if self.steps else set()
+        affordable = max(200, int(1.4 * size * self.steps / count / 2))
+        most = min(self.settings.evaluation_texts, affordable)
+        draw = np.random.default_rng([self.settings.seed, 3])
+        self.target_sample = np.sort(draw.permutation(len(self.target))[:most])
+        picked = np.sort(draw.permutation(len(self.held))[:most])
+        self.held, self.source_domains = self.held[picked], self.source_domains[picked]
+
+    def train_source(self, done: int, tensors: dict[str, Tensor]) -> None:
+        """Stage 1: theta_1."""
+        method = SourceOnly(self.model, SourceOnlySettings(), self.context(self.source_steps))
+        trainer = self.trainer(method, "source", self.source_steps, self.source_rate, None, "adamw", "linear")
+        self.begin(trainer, method, tensors, stage=1)
+        trainer.run(done)
+        self.source_weights = clone(method.weights())
+        if self.directory is not None:
+            write_tensors(self.workspace / "source.safetensors", self.source_weights)
+
+    def adapt(self, done: int, tensors: dict[str, Tensor]) -> Method:
+        """Stage 2: the method, from theta_1, with candidate 0 = theta_1."""
+        load(self.model, self.source_weights)
+        context = self.context(self.steps)
+        method = self.kind(self.model, self.method_settings, context)
+        trainer = self.trainer(method, "adapt", self.steps, self.rate, self.target_stream)
+        context.rate = trainer.rate
+        self.begin(trainer, method, tensors, stage=2)
+        if not self.candidates:
+            self.judge(method, 0)
+            self.checkpoint(trainer, method, 0)
+        trainer.run(done)
+        return method
+
+    def finish(self, method: Method) -> Adapted:
+        """Choose, estimate, write."""
+        chosen = selection.choose([entry["score"] for entry in self.candidates])
+        step = self.candidates[chosen]["step"]
+        load(self.model, self.source_weights)
+        before = self.evidence()
+        best = self.source_weights if step == 0 else self.best or self.read_weights(f"best-{step}")
+        load(self.model, best)
+        after = self.evidence() if step else before
+        estimate = lambda seen, anchor=None: estimation.estimate_accuracy(  # noqa: E731
+            seen.source_scores, seen.source_labels, seen.target_scores, source_domains=self.source_domains,
+            anchor=anchor, seed=self.settings.seed,
+        )  # fmt: skip
+        first = estimate(before)
+        then = estimate(after, (first, before.target_scores)) if step else first
+        share = np.bincount(self.labels[self.train], minlength=len(self.classes)) / len(self.train)
+        told = estimation.warnings(
+            share, before.target_scores, after.target_scores, len(self.target), self.classes, held_out=len(self.held)
+        )
+        if self.steps and step == 0:
+            told.insert(
+                0,
+                f"the source model is kept: by {self.settings.criterion} no weights of the adaptation were better than it "
+                f"({self.candidates[0]['score']:.4f}); the adapted ones were not used",
+            )
+        with self.progress.stage("predicting the target texts", len(self.target)):
+            scores = inference.score(self.model, self.target_stream.tokens, progress=self.progress).scores
+        record = {
+            "status": "done",
+            **self.about(),
+            "finished": now(),
+            "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
+            "steps": {"source": self.source_steps, "adapt": self.steps},
+            "selection": {
+                "criterion": self.settings.criterion,
+                "chosen_step": step,
+                "kept_source_model": step == 0,
+                "candidates": self.candidates,
+            },
+            "estimate": {"before": dataclasses.asdict(first), "after": dataclasses.asdict(then)},
+            "class_shares": {
+                "source_labels": named(self.classes, share),
+                "target_before": named(self.classes, shares(before.target_scores)),
+                "target_after": named(self.classes, shares(scores)),
+            },
+            "warnings": told,
+        }
+        index = method.indexes()
+        adapted = Adapted(
+            self.model, record, index_table(self.target, self.classes, scores, index), self.source_weights, self.directory
+        )
+        if self.directory is not None:
+            adapted.save(self.directory)
+            self.tidy()
+        for line in told:
+            self.progress.notice(line)
+        return adapted
+
+    # ------------------------------------------------------------------ judging candidates
+
+    def judge(self, method: Method, step: int) -> None:
+        """Score the method's weights without target labels; keep them if they are the best so far."""
+        weights = clone(method.weights())
+        kept = clone(current(self.model))
+        load(self.model, weights)
+        meta_loss = None
+        if self.settings.criterion == "meta":
+            size = self.settings.batch_size
+            meta_loss = method.meta_loss(
+                self.source_stream.of(self.held[:size]), self.target_stream.of(self.target_sample[:size])
+            )
+        evidence = self.evidence(meta_loss)
+        load(self.model, kept)
+        cheap = {name: selection.score(name, evidence) for name in ("source-validation", "infomax")}
+        entry = {"step": step, "score": selection.score(self.settings.criterion, evidence), **cheap}
+        entry = {name: value if np.isfinite(value) else -1e9 for name, value in entry.items()}
+        self.candidates.append(entry)
+        self.record({"stage": "evaluation", **entry, "target_shares": named(self.classes, shares(evidence.target_scores))})
+        if step and selection.choose([entry["score"] for entry in self.candidates]) == len(self.candidates) - 1:
+            self.best = weights
+            if self.directory is not None:
+                write_tensors(self.workspace / f"best-{step}.safetensors", weights)
+
+    def evidence(self, meta_loss: float | None = None) -> selection.Evidence:
+        """What the model as it is now says about held-out source texts and a sample of the target."""
+        source = inference.score(self.model, self.source_stream.tokens, self.held, features=True)
+        target = inference.score(self.model, self.target_stream.tokens, self.target_sample, features=True)
+        return selection.Evidence(
+            source.scores, self.labels[self.held], target.scores, source.features, target.features, meta_loss
+        )
+
+    # ------------------------------------------------------------------ the machinery
+
+    def context(self, steps: int) -> Context:
+        return Context(steps, len(self.target), len(self.classes), self.generator, lambda: 0.0)
+
+    def trainer(
+        self, method: Method, stage: str, steps: int, rate: float, target: Stream | None,
+        optimizer: str | None = None, schedule: str | None = None,
+    ) -> Trainer:  # fmt: skip
+        begun = time.monotonic() - self.seconds[stage]
+
+        def after(done: int) -> None:
+            self.seconds[stage] = time.monotonic() - begun
+            judged = stage == "adapt" and done in self.evaluate_at
+            if judged:
+                self.judge(method, done)
+            if judged or time.monotonic() - self.saved >= self.settings.checkpoint_seconds:
+                self.checkpoint(trainer, method, done)
+
+        trainer = Trainer(
+            method, self.settings, name=stage, steps=steps, rate=rate, source=self.source_stream, target=target,
+            progress=self.progress, optimizer=optimizer, schedule=schedule, record=self.record, after=after,
+        )  # fmt: skip
+        return trainer
+
+    def begin(self, trainer: Trainer, method: Method, tensors: dict[str, Tensor], stage: int) -> None:
+        """A fresh stage draws from its own seed; a resumed one from where it stood."""
+        if not tensors:
+            torch.manual_seed(self.settings.seed * 10 + stage)
+            return
+        load(self.model, under(tensors, "model."))
+        for name, module in method.modules().items():
+            load(module, under(tensors, f"module.{name}."))
+        method.load_state({name: value.to(self.model.device) for name, value in under(tensors, "method.").items()})
+        trainer.load_state(under(tensors, "optimizer."))
+        restore_random_state(tensors, self.generator)
+
+    def checkpoint(self, trainer: Trainer, method: Method, done: int) -> None:
+        if self.directory is None:
+            return
+        tensors = {f"model.{name}": value for name, value in current(self.model).items()}
+        for part, module in method.modules().items():
+            tensors |= {f"module.{part}.{name}": value for name, value in module.state_dict().items()}
+        tensors |= {f"method.{name}": value for name, value in method.state().items()}
+        tensors |= {f"optimizer.{name}": value for name, value in trainer.state().items()}
+        tensors |= random_state(self.generator)
+        size = history(self.directory).stat().st_size if history(self.directory).exists() else 0
+        record = {
+            "stage": trainer.name,
+            "done": done,
+            "candidates": self.candidates,
+            "seconds": self.seconds,
+            "history": size,
+        }
+        offset = self.source_steps + 1 if trainer.name == "adapt" else 0
+        self.checkpoints.write(f"step-{offset + done}", tensors, record)
+        # Weights that the newest checkpoint no longer calls the best are only now superfluous.
+        best = self.candidates[selection.choose([entry["score"] for entry in self.candidates])]["step"] if self.candidates else 0
+        for place in self.workspace.glob("best-*.safetensors"):
+            if place.name != f"best-{best}.safetensors":
+                place.unlink()
+        self.saved = time.monotonic()
+
+    def record(self, line: dict[str, Any]) -> None:
+        if self.directory is not None:
+            path = history(self.directory)
+            with disk_errors(path), path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"seconds": round(time.monotonic() - self.started, 2), **line}) + "\n")
+
+    def read_weights(self, name: str) -> dict[str, Tensor]:
+        return read_tensors(self.workspace / f"{name}.safetensors")
+
+    def tidy(self) -> None:
+        """After a finished run only the source model's weights stay, for comparison."""
+        self.checkpoints.clear()
+        for place in [*self.workspace.glob("best-*.safetensors"), *self.workspace.glob("frozen-*.npy")]:
+            place.unlink()
+
+    def about(self) -> dict[str, Any]:
+        packages = ("mtem", "torch", "transformers", "safetensors", "numpy", "scikit-learn", "pyarrow")
+        return {
+            **self.request,
+            "seed": self.settings.seed,
+            "resolved": {
+                "device": str(self.model.device),
+                "precision": str(self.model.precision or torch.float32).removeprefix("torch."),
+                "frozen_layers": self.model.frozen_layers,
+                "max_length": self.model.max_length,
+                "source_rate": self.source_rate,
+                "rate": self.rate,
+                "threads": torch.get_num_threads(),
+            },
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+            "texts": {
+                "source_trained_on": len(self.train),
+                "source_held_out": len(self.held),
+                "target": len(self.target),
+                "target_labeled": len(self.extra),
+            },
+        }
+
+
+# ---------------------------------------------------------------------- small helpers
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "not installed"
+
+
+def history(directory: Path) -> Path:
+    return directory / "history.jsonl"
+
+
+def truncate(path: Path, size: int) -> None:
+    """Lines written after the checkpoint will be written again."""
+    if path.exists():
+        os.truncate(path, size)
+
+
+def current(model: TextModel) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.trainable().items()}
+
+
+def clone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in weights.items()}
+
+
+@torch.no_grad()
+def load(module: torch.nn.Module, weights: dict[str, Tensor]) -> None:
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, value in weights.items():
+        own[name].copy_(value)
+
+
+def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def shares(scores: np.ndarray) -> np.ndarray:
+    return np.bincount(scores.argmax(axis=1), minlength=scores.shape[1]) / max(1, len(scores))
+
+
+def named(classes: tuple[str, ...], values: np.ndarray) -> dict[str, float]:
+    return {name: round(float(value), 4) for name, value in zip(classes, values, strict=True)}
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
