@@ -20,9 +20,7 @@ from mtem.models import encoders
 from mtem.models.text import TextModel
 from mtem.progress import Progress
 from mtem.run import Run
-from mtem.storage import (
-    read_json,
-)
+from mtem.storage import read_json
 from mtem.training import TrainingSettings, find_device, find_precision
 
 
