@@ -4,52 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
 from mtem import annealing
-from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
-from mtem.methods import Batch, Context, cross_entropy, functional
+from mtem.methods import Batch, cross_entropy, functional
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings
-from mtem.models.text import TextModel
-from tests.conftest import make_texts
+from tests.bench import Bench
 from tests.reference import algorithm1
 
 OWN = {field.name for field in dataclasses.fields(MtemSettings)}
 LITERAL = {name: value for name, value in PAPER.items() if name in OWN}
 
 
-class Setting:
-    """A tiny BERT, a source and a target set, a plain gradient step as the update."""
+class Setting(Bench):
+    """The bench with Algorithm 1 as it is printed."""
 
     def __init__(self, encoder, rate=0.05, steps=12, seed=0, **changes):
-        torch.manual_seed(seed)
-        self.model = TextModel.create(encoder, ["bad", "good"], max_length=16, attention="eager").to(torch.float32)
-        self.rate = rate
-        source, target = make_texts(40, 5), make_texts(30, 6, 0.5)
-        self.source_tokens = self.model.encode(load_corpus(([t for t, _ in source], [c for _, c in source]), labeled=True))
-        self.labels = np.array([("bad", "good").index(label) for _, label in source])
-        self.target_tokens = self.model.encode(load_corpus([text for text, _ in target], labeled=False))
-        self.context = Context(steps, 30, 2, torch.Generator().manual_seed(seed), lambda: rate)
-        self.method = Mtem(self.model, MtemSettings(**{**LITERAL, **changes}), self.context)
-        self.steps, self.draw = steps, np.random.default_rng(seed)
-
-    def batches(self):
-        rows, held = self.draw.permutation(30)[:8], self.draw.permutation(40)[:8]
-        source = Batch(self.model.collate(self.source_tokens, held), torch.from_numpy(self.labels[held]), torch.from_numpy(held))
-        return source, Batch(self.model.collate(self.target_tokens, rows), None, torch.from_numpy(rows))
-
-    def update(self, loss):
-        parameters = list(self.model.trainable().values())
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
-                if gradient is not None:
-                    parameter -= self.rate * gradient
-
-    def weights(self):
-        return {name: value.detach().clone() for name, value in self.model.trainable().items()}
+        super().__init__(Mtem, encoder, rate, steps, seed, **{**LITERAL, **changes})
 
 
 @pytest.mark.parametrize(("engine", "tolerance"), [("forward", 1e-4), ("second-order", 1e-4), ("taylor", 2e-2)])

@@ -242,21 +242,21 @@ def test_a_full_disk_under_the_frozen_layers_output_is_told(bert, tmp_path, monk
 def test_corruption_hides_a_share_and_spares_special_tokens_and_padding(bert):
     tokens = bert.encode_texts(["word1 " * 20, "good1 bad2", *["word3 word4 word5 word6 word7"] * 200])
     inputs = bert.collate(tokens, np.arange(len(tokens)))
-    hidden = bert.corrupt(inputs, 0.3, torch.Generator().manual_seed(0))
+    hidden = bert.augment(inputs, "mask", 0.3, torch.Generator().manual_seed(0))
     changed = hidden["input_ids"] != inputs["input_ids"]
     words = inputs["input_ids"] > 4
     assert (hidden["input_ids"][changed] == bert.tokenizer.mask_token_id).all()
     assert not changed[~words].any() and 0.25 < changed[words].float().mean() < 0.35
     assert torch.equal(hidden["attention_mask"], inputs["attention_mask"])
-    again = bert.corrupt(inputs, 0.3, torch.Generator().manual_seed(0))
+    again = bert.augment(inputs, "mask", 0.3, torch.Generator().manual_seed(0))
     assert torch.equal(again["input_ids"], hidden["input_ids"])
-    assert torch.equal(bert.corrupt(inputs, 0.0, torch.Generator())["input_ids"], inputs["input_ids"])
+    assert torch.equal(bert.augment(inputs, "mask", 0.0, torch.Generator())["input_ids"], inputs["input_ids"])
 
 
 def test_corruption_behind_frozen_layers_takes_tokens_out_of_the_attention(bert):
     bert.freeze(1)
     inputs = bert.prepare(batch(bert, 40))
-    hidden = bert.corrupt(inputs, 0.5, torch.Generator().manual_seed(0))
+    hidden = bert.augment(inputs, "mask", 0.5, torch.Generator().manual_seed(0))
     gone = inputs["attention_mask"].bool() & ~hidden["attention_mask"].bool()
     words = inputs["input_ids"] > 4
     assert not gone[~words].any() and 0.4 < gone[words].float().mean() < 0.6
@@ -267,7 +267,7 @@ def test_corruption_behind_frozen_layers_takes_tokens_out_of_the_attention(bert)
 def test_corruption_without_a_mask_token(bert):
     bert.tokenizer.mask_token = None
     inputs = batch(bert)
-    hidden = bert.corrupt(inputs, 0.5, torch.Generator().manual_seed(0))
+    hidden = bert.augment(inputs, "mask", 0.5, torch.Generator().manual_seed(0))
     assert torch.equal(hidden["input_ids"], inputs["input_ids"])
     assert hidden["attention_mask"].sum() < inputs["attention_mask"].sum()
 

@@ -111,6 +111,7 @@ def adapt(
     if network.max_length < training.max_length:
         progress.notice(f"max_length={training.max_length}: the encoder takes {network.max_length} tokens, texts are cut there")
     network.precision = precision
+    kind.adjust(network, parts["method"])
     network.freeze(frozen(training, network))
 
     with contextlib.ExitStack() as stack:

@@ -43,6 +43,31 @@ class MetaGradient(NamedTuple):
     source_loss: Tensor
 
 
+class Inner(NamedTuple):
+    """The loss of the virtual step, as a function of what the outer loop learns: one number for each example.
+
+    All take ``log_probs [N, K]``, ``labels [N]`` and that number ``[N]``. ``value`` is the loss, a scalar; ``slope`` its
+    derivative in each number, ``[N]``; ``mixed(log_probs, tangents, labels, numbers)`` the derivative of ``slope`` when
+    ``log_probs`` move along ``tangents``.
+    """
+
+    value: Callable[[Tensor, Tensor, Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    mixed: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _tsallis_mixed(log_probs: Tensor, tangents: Tensor, labels: Tensor, index: Tensor) -> Tensor:
+    weight = tsallis.pseudo_weight(log_probs, labels, index) * tsallis.surprisal(log_probs, labels)
+    return weight * tangents.gather(1, labels.long().unsqueeze(1)).squeeze(1) / len(labels)
+
+
+TSALLIS = Inner(
+    lambda log_probs, labels, index: tsallis.loss(log_probs, labels, index).mean(),
+    lambda log_probs, labels, index: tsallis.index_gradient(log_probs, labels, index) / len(labels),
+    _tsallis_mixed,
+)
+
+
 def math_attention() -> AbstractContextManager[None]:
     """PyTorch's attention as plain arithmetic: its fused kernels have neither forward mode nor a second derivative."""
     return sdpa_kernel(SDPBackend.MATH)
@@ -83,6 +108,7 @@ def meta_gradient(
     smooth: Callable[[], AbstractContextManager[Any]] = math_attention,
     step: float = 0.01,
     virtual_step: bool = True,
+    inner: Inner = TSALLIS,
 ) -> MetaGradient:
     r"""The entropy-index gradient and the source loss at the virtual step. No ``.grad`` and no graph is left behind.
 
@@ -105,6 +131,7 @@ def meta_gradient(
         step: ``taylor``'s :math:`\epsilon \lVert v \rVert`: how far it moves the parameters.
         virtual_step: take v at :math:`\hat\theta`. Otherwise at :math:`\theta`, which saves ``forward`` and ``taylor``
             a forward and a backward pass for an error of the order :math:`\eta`.
+        inner: another loss than the mean Tsallis loss; ``index`` then is whatever number it has for each example.
     """
     if engine not in ENGINES:
         raise RequestError(f"engine: got {engine!r}, wanted one of {', '.join(ENGINES)}")
@@ -125,6 +152,7 @@ def meta_gradient(
             smooth=smooth,
             step=step,
             virtual_step=virtual_step,
+            inner=inner,
         )
         gradient, value = ENGINES[engine](problem)
     return MetaGradient(gradient.detach().float(), value)
@@ -143,13 +171,14 @@ class _Problem:
     smooth: Callable[[], AbstractContextManager[Any]]
     step: float
     virtual_step: bool
+    inner: Inner
 
     def log_probs(self, params: Params) -> Tensor:
         scores = self.logits(params)
         return torch.log_softmax(scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores, dim=1)
 
     def target_loss(self, index: Tensor) -> Tensor:
-        return tsallis.loss(self.log_probs(self.params), self.labels, index).mean()
+        return self.inner.value(self.log_probs(self.params), self.labels, index)
 
     def direction(self) -> tuple[Params, Tensor]:
         """v and the source loss it is the gradient of."""
@@ -173,10 +202,7 @@ def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     plain = {name: param.detach() for name, param in problem.params.items()}
     with torch.no_grad(), problem.smooth():
         log_probs, tangents = torch.func.jvp(problem.log_probs, (plain,), (unit,))
-    labels, index = problem.labels, problem.index
-    weight = tsallis.pseudo_weight(log_probs, labels, index) * tsallis.surprisal(log_probs, labels)
-    slope = tangents.gather(1, labels.long().unsqueeze(1)).squeeze(1) * norm
-    return -problem.rate / len(labels) * weight * slope, value
+    return -problem.rate * norm * problem.inner.mixed(log_probs, tangents, problem.labels, problem.index), value
 
 
 def _taylor(problem: _Problem) -> tuple[Tensor, Tensor]:
@@ -184,14 +210,14 @@ def _taylor(problem: _Problem) -> tuple[Tensor, Tensor]:
     unit, norm = _normalized(direction)
     with torch.no_grad():
         ahead, behind = (
-            tsallis.index_gradient(
+            problem.inner.slope(
                 problem.log_probs({name: param + shift * unit[name] for name, param in problem.params.items()}),
                 problem.labels,
                 problem.index,
             )
             for shift in (problem.step, -problem.step)
         )
-    return -problem.rate / len(problem.labels) * norm * (ahead - behind) / (2 * problem.step), value
+    return -problem.rate * norm * (ahead - behind) / (2 * problem.step), value
 
 
 def _second_order(problem: _Problem) -> tuple[Tensor, Tensor]:

@@ -112,6 +112,9 @@ class Run:
             self.model, labeled, self.train, self.labels, size, 2 * seed, extra=self.extra, extra_share=share
         )
         self.target_stream = Stream(self.model, target, np.arange(len(self.target)), None, size, 2 * seed + 1)
+        self.few_stream = None
+        if len(self.extra):
+            self.few_stream = Stream(self.model, labeled, self.extra, self.labels, min(size, len(self.extra)), 2 * seed + 2)
         steps = self.settings.steps
         self.steps = round(self.settings.epochs * self.target_stream.per_epoch) if steps is None else steps
         if self.kind is SourceOnly:
@@ -150,6 +153,7 @@ class Run:
         """Stage 2: the method, from theta_1, with candidate 0 = theta_1."""
         load(self.model, self.source_weights)
         context = self.context(self.steps)
+        torch.manual_seed(self.settings.seed * 10 + 3)  # what the method draws for its own parts
         method = self.kind(self.model, self.method_settings, context)
         trainer = self.trainer(method, "adapt", self.steps, self.rate, self.target_stream)
         context.rate = trainer.rate
@@ -254,7 +258,16 @@ class Run:
     # ------------------------------------------------------------------ the machinery
 
     def context(self, steps: int) -> Context:
-        return Context(steps, len(self.target), len(self.classes), self.generator, lambda: 0.0)
+        return Context(
+            steps,
+            len(self.target),
+            len(self.classes),
+            self.generator,
+            lambda: 0.0,
+            source_size=len(self.labeled),
+            few_rows=torch.from_numpy(self.extra).to(self.model.device),
+            few=self.few_stream,
+        )
 
     def trainer(
         self, method: Method, stage: str, steps: int, rate: float, target: Stream | None,

@@ -187,10 +187,12 @@ class Trainer:
                     self.progress.advance(step + 1)
                 self.after(step + 1)
 
-    def update(self, loss: Tensor) -> None:
-        """Backward, clipping, one optimizer step."""
+    def update(self, loss: Tensor, between: Callable[[], None] | None = None) -> None:
+        """Backward, clipping, one optimizer step; `between` is called after the backward pass."""
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()
+        if between is not None:
+            between()
         if self.settings.clip:
             self.scaler.unscale_(self.optimizer)
             self._norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
@@ -268,7 +270,7 @@ def make_optimizer(method: Method, settings: TrainingSettings, kind: str, rate: 
     named += [(f"{part}.{name}", p) for part, module in method.modules().items() for name, p in module.named_parameters()]
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:
-        factor = settings.layer_decay ** (top - depths.get(name, top))
+        factor = method.rate_factor(name) * settings.layer_decay ** (top - depths.get(name, top))
         decay = settings.weight_decay if parameter.dim() > 1 else 0.0
         groups.setdefault((factor, decay), []).append(parameter)
     if not groups:

@@ -6,10 +6,11 @@ write the file and name it in `METHODS`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +35,20 @@ class Context:
     """What a method may know of the run around it."""
 
     steps: int  # how many steps there will be
-    target_size: int  # how many unlabeled texts
+    target_size: int  # how many unlabeled examples
     classes: int
     generator: torch.Generator  # on the CPU, so that every device draws the same
     rate: Callable[[], float]  # the current learning rate of theta
+    source_size: int = 0  # how many labeled examples, the target's among them; the source batches' rows count through them
+    few_rows: Tensor | None = None  # which of those rows are the target's
+    few: Callable[[int], Batch] | None = None  # batches of those alone, by step number; None: there are none
+    class_weights: Tensor | None = None  # of the cross-entropy
 
 
-Update = Callable[[Tensor], None]  # backward, clipping, one optimizer step
+class Update(Protocol):
+    """Backward, clipping, one optimizer step. `between` is called after the backward pass, before the step."""
+
+    def __call__(self, loss: Tensor, between: Callable[[], None] | None = None) -> None: ...
 
 
 class Method:
@@ -61,9 +69,21 @@ class Method:
         """One step; returns what is worth logging (tensors are read only when they are logged)."""
         raise NotImplementedError
 
+    @classmethod
+    def adjust(cls, model: Any, settings: Any) -> None:
+        """Change the freshly made model, before any training, where the method has a classifier of its own kind."""
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean over the batch, with the run's class weights if it has them."""
+        return cross_entropy(logits, labels, self.context.class_weights)
+
     def modules(self) -> dict[str, nn.Module]:
         """Trainable parts beside the model (a discriminator, say)."""
         return {}
+
+    def rate_factor(self, name: str) -> float:
+        """What multiplies the learning rate of a parameter; those of `modules()` are called "part.name"."""
+        return 1.0
 
     def weights(self) -> dict[str, Tensor]:
         """The weights to judge and to keep: the model's, unless the method averages."""
@@ -102,5 +122,31 @@ def functional(model: nn.Module, parameters: dict[str, Tensor], inputs: dict[str
     return torch.func.functional_call(model, parameters, (inputs,))
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels)
+def cross_entropy(logits: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> Tensor:
+    return F.cross_entropy(logits, labels, weight=class_weights)
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+class _Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.scale * gradient, None
+
+
+def reverse(values: Tensor, scale: float = 1.0) -> Tensor:
+    """The values themselves; their gradient comes back multiplied by -scale."""
+    return _Reverse.apply(values, scale)

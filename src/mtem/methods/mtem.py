@@ -16,17 +16,15 @@ The `paper` preset is this and no more. What the other settings add, and why, st
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtem import annealing, metagrad, rates, tsallis
 from mtem.errors import RequestError
-from mtem.methods import Batch, Context, Method, Update, cross_entropy, functional
+from mtem.methods import Batch, Context, Method, Update, functional, without_dropout
 from mtem.settings import setting
 
 
@@ -130,7 +128,7 @@ class Mtem(Method):
         labels = self.pseudo_labels(target, temperature)
         student = target.inputs
         if settings.corruption:
-            student = self.model.corrupt(student, settings.corruption, self.context.generator)
+            student = self.model.augment(student, "mask", settings.corruption, self.context.generator)
         student = self.model.prepare(student)
         log: dict[str, Tensor | float] = {"temperature": temperature}
 
@@ -145,7 +143,7 @@ class Mtem(Method):
         loss = settings.target_weight * target_loss
         log["target_loss"] = target_loss.detach()
         if settings.source_weight:
-            source_loss = cross_entropy(self.model(source.inputs), source.labels)
+            source_loss = self.cross_entropy(self.model(source.inputs), source.labels)
             loss = loss + settings.source_weight * source_loss
             log["source_loss"] = source_loss.detach()
         update(loss)
@@ -184,7 +182,7 @@ class Mtem(Method):
                 inputs,
                 labels,
                 self.index[rows],
-                lambda parameters: cross_entropy(functional(self.model, parameters, held), source.labels),
+                lambda parameters: self.cross_entropy(functional(self.model, parameters, held), source.labels),
                 rate,
                 engine=settings.engine,
                 smooth=self.model.smooth,
@@ -233,13 +231,3 @@ class Mtem(Method):
 
     def indexes(self) -> Tensor | None:
         return self.index
-
-
-@contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

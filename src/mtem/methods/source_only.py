@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mtem.methods import Batch, Method, Update, cross_entropy
+from mtem.methods import Batch, Method, Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,6 @@ class SourceOnly(Method):
 
     def step(self, number: int, source: Batch, target: Batch | None, update: Update) -> dict[str, Tensor | float]:
         self.model.train()
-        loss = cross_entropy(self.model(source.inputs), source.labels)
+        loss = self.cross_entropy(self.model(source.inputs), source.labels)
         update(loss)
         return {"source_loss": loss.detach()}

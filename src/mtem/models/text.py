@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from mtem import augment
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
 from mtem.models import encoders
+from mtem.models.base import CosineHead, Inputs, Model
 from mtem.models.frozen import FrozenTokens, frozen_tokens, run_lower, same_function, upper_part
 from mtem.progress import Progress
 
-Inputs = Mapping[str, Tensor]
 LONGEST = 512  # when neither the tokenizer nor the configuration says
+COSINE = "mtem_cosine_temperature"  # in the configuration of a model whose head was a CosineHead
 
 
-class TextModel(nn.Module):
+class TextModel(Model):
     """Encoder, head and tokenizer.
 
     `forward` takes the inputs made by `collate` and returns float32 logits. With `frozen_layers` > 0 the embeddings and the
@@ -40,9 +42,9 @@ class TextModel(nn.Module):
         self.network = network
         self.tokenizer = tokenizer
         self.max_length = max_length
-        self.precision: torch.dtype | None = None  # autocast type, or None for full precision
-        self.frozen_layers = 0
+        self.head_path = "network." + _head_path(network)
         self._upper: list[nn.Module] = []  # a list hides it from the module registry: its weights are network's
+        self._tokens: tuple[Tensor, Tensor] | None = None
 
     # ------------------------------------------------------------------ making, saving, loading
 
@@ -67,14 +69,25 @@ class TextModel(nn.Module):
     def load(cls, directory: str | os.PathLike[str], *, attention: str | None = None) -> TextModel:
         """A model that `save` wrote, or any text classifier in the same form."""
         network, tokenizer = _load(directory, attention)
-        return cls(network, tokenizer, _longest(network, tokenizer))
+        model = cls(network, tokenizer, _longest(network, tokenizer))
+        temperature = getattr(network.config, COSINE, None)
+        if temperature:
+            model.head = CosineHead.unfolded(model.head, float(temperature))
+        return model
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """A plain Hugging Face directory: config.json, model.safetensors, the tokenizer cut to the training length."""
         self.tokenizer.model_max_length = self.max_length
-        with _quiet():
-            self.network.save_pretrained(directory, safe_serialization=True)
-            self.tokenizer.save_pretrained(directory)
+        head = self.head
+        try:
+            if isinstance(head, CosineHead):
+                setattr(self.network.config, COSINE, head.temperature)
+                self.head = head.folded()
+            with _quiet():
+                self.network.save_pretrained(directory, safe_serialization=True)
+                self.tokenizer.save_pretrained(directory)
+        finally:
+            self.head = head
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -109,29 +122,72 @@ class TextModel(nn.Module):
             batch["hidden"] = torch.from_numpy(hidden)
         return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
-    def corrupt(self, inputs: Inputs, share: float, generator: torch.Generator) -> dict[str, Tensor]:
-        """The same texts with a random share of their tokens hidden, the special ones spared.
+    # ------------------------------------------------------------------ other views of the same texts
 
-        A hidden token becomes the tokenizer's mask token; where there is none (or the lower layers' output stands in for
-        the text) it is taken out of the attention instead.
+    def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
+        """The same texts with a random share of their tokens masked, or of their words deleted or swapped.
+
+        "mixed" does all three, each to a third of the share; "dropout" leaves the texts as they are, for the view is the
+        model's own noise in training mode. A masked token becomes the tokenizer's mask token; where there is none, or the
+        lower layers' output stands in for the text, it is taken out of the attention instead. Deleted and swapped words
+        have the lower layers run again.
         """
+        if kind == "dropout" or not share:
+            return inputs
+        if kind == "mixed":
+            for each in ("delete", "swap", "mask"):
+                inputs = self.augment(inputs, each, share / 3, generator)
+            return inputs
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        drawn = torch.rand(ids.shape, generator=generator).to(ids.device) < share
-        special = torch.tensor(sorted(self.tokenizer.all_special_ids), dtype=ids.dtype, device=ids.device)
-        hidden = drawn & mask.bool() & ~torch.isin(ids, special)
-        if self.tokenizer.mask_token_id is not None and "hidden" not in inputs:
-            return {**inputs, "input_ids": ids.masked_fill(hidden, self.tokenizer.mask_token_id)}
-        return {**inputs, "attention_mask": mask.masked_fill(hidden, 0)}
+        words = augment.word_numbers(ids, mask, *self._vocabulary())
+        token = self.tokenizer.mask_token_id
+        if kind == "mask" and (token is None or "hidden" in inputs):
+            return {**inputs, "attention_mask": mask.masked_fill(augment.chosen_tokens(words, share, generator), 0)}
+        if kind == "mask":
+            return {**inputs, "input_ids": augment.mask_tokens(ids, words, share, token, generator)}
+        if kind == "swap":
+            return {"input_ids": augment.swap_words(ids, words, share, generator), "attention_mask": mask}
+        padding = self.tokenizer.pad_token_id or 0
+        ids, mask = augment.delete_words(ids, mask, words, share, padding, generator)
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def _vocabulary(self) -> tuple[Tensor, Tensor]:
+        """Of every token: whether it goes on with a word, and whether it is special."""
+        if self._tokens is None or self._tokens[0].device != self.device:
+            size = max(len(self.tokenizer), self.network.get_input_embeddings().num_embeddings)
+            known = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
+            names = ["" if name is None else str(name) for name in known]
+            marks = [mark for mark in ("\u2581", "\u0120") if any(name.startswith(mark) for name in names)]
+            continues, special = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
+            continues[: len(names)] = torch.tensor(
+                [not name.startswith(tuple(marks)) if marks else name.startswith("##") for name in names], dtype=torch.bool
+            )
+            special[[number for number in self.tokenizer.all_special_ids if number < size]] = True
+            self._tokens = continues.to(self.device), special.to(self.device)
+        return self._tokens
+
+    def perturbable(self, inputs: Inputs) -> Tensor:
+        """The input embeddings, or what enters the first trainable layer; zeros in the place of padding."""
+        inputs = self.prepare(inputs)
+        values = inputs["hidden"] if "hidden" in inputs else self.network.get_input_embeddings()(inputs["input_ids"])
+        return (values * inputs["attention_mask"].unsqueeze(-1)).detach().float()
+
+    def norms(self, values: Tensor, inputs: Inputs) -> Tensor:
+        """The norm over all tokens of each text, [N, 1, 1]."""
+        return torch.linalg.vector_norm(values, dim=(1, 2), keepdim=True)
 
     # ------------------------------------------------------------------ the function
 
     def forward(self, inputs: Inputs) -> Tensor:
         inputs = self.prepare(inputs)
-        with self._autocast():
+        noise = inputs.get("noise")
+        with self.autocast():
             if "hidden" in inputs:
-                out = self._upper[0](inputs_embeds=inputs["hidden"], attention_mask=inputs["attention_mask"])
+                hidden = inputs["hidden"] if noise is None else inputs["hidden"] + noise
+                out = self._upper[0](inputs_embeds=hidden, attention_mask=inputs["attention_mask"])
             else:
-                out = self.network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+                with _added(self.network.get_input_embeddings(), noise):
+                    out = self.network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         return out.logits.float()
 
     def prepare(self, inputs: Inputs) -> Inputs:
@@ -139,40 +195,6 @@ class TextModel(nn.Module):
         if not self._upper or "hidden" in inputs:
             return inputs
         return {**inputs, "hidden": self.lower(inputs)}
-
-    def scores_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Logits, and what the last linear layer sees of each text."""
-        seen: list[Tensor] = []
-        handle = self.head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
-        try:
-            logits = self(inputs)
-        finally:
-            handle.remove()
-        features = seen[-1]
-        if features.dim() == 3:  # a head that classifies every position and pools afterwards
-            features = features[:, 0]
-        return logits, features.float()
-
-    @property
-    def head(self) -> nn.Linear:
-        """The last linear layer with one output per class."""
-        size, inside = len(self.classes), self.network.base_model_prefix + "."
-        linear = [(name, m) for name, m in self.network.named_modules() if isinstance(m, nn.Linear) and m.out_features == size]
-        # Some architectures register the head before the encoder, whose layers may be as wide as there are classes.
-        return ([m for name, m in linear if not name.startswith(inside)] or [m for _, m in linear])[-1]
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.network.parameters()).device
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        # One region per forward: autocast keeps copies of the weights while it is open, and they change between forwards.
-        if self.precision is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.precision)
 
     @contextlib.contextmanager
     def smooth(self) -> Iterator[None]:
@@ -243,7 +265,7 @@ class TextModel(nn.Module):
 
     def lower(self, inputs: Inputs) -> Tensor:
         """What enters the first trainable layer: no gradients, no dropout."""
-        return run_lower(self.network, self.layers[self.frozen_layers], inputs, self._autocast)
+        return run_lower(self.network, self.layers[self.frozen_layers], inputs, self.autocast)
 
     def keep_lower(self, tokens: Tokens, path: Path, progress: Progress, name: str, limit: float) -> Tokens | FrozenTokens:
         """The tokens with the frozen part's output on disk, unless that would take more than `limit` bytes."""
@@ -251,6 +273,27 @@ class TextModel(nn.Module):
         if not self._upper or 4.0 * width * float(np.asarray(tokens.lengths, dtype=np.int64).sum()) > limit:
             return tokens
         return frozen_tokens(tokens, lambda rows: self.lower(self.collate(tokens, rows)), width, path, progress, name)
+
+
+def _head_path(network: nn.Module) -> str:
+    """The last linear layer with one output per class."""
+    size, inside = network.config.num_labels, network.base_model_prefix + "."
+    linear = [name for name, m in network.named_modules() if isinstance(m, nn.Linear) and m.out_features == size]
+    # Some architectures register the head before the encoder, whose layers may be as wide as there are classes.
+    return ([name for name in linear if not name.startswith(inside)] or linear)[-1]
+
+
+@contextlib.contextmanager
+def _added(module: nn.Module, noise: Tensor | None) -> Iterator[None]:
+    """The module's output with `noise` added."""
+    if noise is None:
+        yield
+        return
+    handle = module.register_forward_hook(lambda _, __, out: out + noise)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _outside_layers(network: nn.Module) -> list[str]:

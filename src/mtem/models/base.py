@@ -1,0 +1,122 @@
+"""What a model is to the methods and the trainer: a function from a batch to logits, with a head and views of its input.
+
+A method may use what stands here and nothing else, so that it serves texts and reply trees alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Inputs = Mapping[str, Tensor]
+
+
+class CosineHead(nn.Module):
+    r"""A classifier that sees only the direction of the features: :math:`W f / (T \lVert f \rVert)`.
+
+    `weight` is neither normalised nor accompanied by a learned bias; `bias` is zero and there for corrections of the prior.
+    """
+
+    def __init__(self, linear: nn.Linear, temperature: float) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.temperature = linear.in_features, linear.out_features, temperature
+        self.weight = nn.Parameter(linear.weight.detach().clone())
+        self.register_buffer("bias", torch.zeros(self.out_features, device=linear.weight.device))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.linear(F.normalize(features, dim=-1), self.weight) / self.temperature + self.bias
+
+    # A linear layer W' f with W' = W / (T sqrt(d)) has the same likeliest class for every f, and about the same confidence
+    # where the norm of f is about sqrt(d). That is what is saved, so that others can read the model too.
+
+    def folded(self) -> nn.Linear:
+        linear = nn.Linear(self.in_features, self.out_features, device=self.weight.device, dtype=self.weight.dtype)
+        with torch.no_grad():
+            linear.weight.copy_(self.weight / (self.temperature * self.in_features**0.5))
+            linear.bias.copy_(self.bias)
+        return linear
+
+    @classmethod
+    def unfolded(cls, linear: nn.Linear, temperature: float) -> CosineHead:
+        head = cls(linear, temperature)
+        with torch.no_grad():
+            head.weight.mul_(temperature * head.in_features**0.5)
+            if linear.bias is not None:
+                head.bias.copy_(linear.bias)
+        return head
+
+
+class Model(nn.Module):
+    """The part of the contract that does not depend on what an example is.
+
+    Subclasses add
+
+    ``forward(inputs) -> logits``
+        float32 ``[N, K]``; ``inputs["noise"]``, if there, is added to what `perturbable` returns.
+    ``perturbable(inputs) -> Tensor``, ``norms(values, inputs) -> Tensor``
+        the continuous values that stand for the examples (input embeddings), and each example's norm of such values,
+        in a shape that divides them.
+    ``augment(inputs, kind, share, generator) -> inputs``
+        another view of the same examples.
+    ``prepare(inputs) -> inputs``
+        whatever is constant in the trainable parameters, computed once.
+    ``classes``, ``head_path``, ``encode``, ``collate``, ``save``, ``load``, ``freeze``, ``depths``, ``smooth``
+        as in `models.text`.
+    """
+
+    head_path: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.precision: torch.dtype | None = None  # autocast type, or None for full precision
+        self.frozen_layers = 0
+
+    @property
+    def head(self) -> Any:
+        """The last layer, from features to one score per class."""
+        return self.get_submodule(self.head_path)
+
+    @head.setter
+    def head(self, module: nn.Module) -> None:
+        parent, _, name = self.head_path.rpartition(".")
+        setattr(self.get_submodule(parent), name, module)
+
+    def head_names(self) -> set[str]:
+        """The names of the head's trainable parameters among those of the model."""
+        return {name for name in self.trainable() if name.startswith(self.head_path + ".")}
+
+    def scores_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Logits, and what the head sees of each example; both with their graph."""
+        seen: list[Tensor] = []
+        handle = self.head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+        try:
+            logits = self(inputs)
+        finally:
+            handle.remove()
+        features = seen[-1]
+        if features.dim() == 3:  # a head that classifies every position and pools afterwards
+            features = features[:, 0]
+        return logits, features.float()
+
+    def unit(self, values: Tensor, inputs: Inputs) -> Tensor:
+        """The values divided by each example's norm: directions of length 1 (an example of zeros stays one)."""
+        norms = self.norms(values, inputs)
+        return values * torch.where(norms > 0, 1 / norms, 0.0)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        # One region per forward: autocast keeps copies of the weights while it is open, and they change between forwards.
+        if self.precision is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision)
