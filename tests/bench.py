@@ -62,13 +62,17 @@ class Bench:
         parts = {f"{part}.{name}": p for part, module in self.method.modules().items() for name, p in module.named_parameters()}
         return {**self.model.trainable(), **parts}
 
-    def update(self, loss, between=None) -> None:
+    def update(self, loss, between=None, gradients=None) -> None:
         parameters = self.parameters()
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        found = [None] * len(parameters)
+        if loss is not None:
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         if between is not None:
             between()
         with torch.no_grad():
-            for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            for (name, parameter), gradient in zip(parameters.items(), found, strict=True):
+                known = (gradients or {}).get(name)
+                gradient = known if gradient is None else gradient if known is None else gradient + known
                 if gradient is not None:
                     parameter -= self.rate * self.method.rate_factor(name) * gradient
 

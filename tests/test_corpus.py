@@ -1,10 +1,12 @@
 """Corpora: names and order of classes, what an adaptation refuses, selecting and joining."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from mtem.data.corpus import Corpus, check_source, check_target, label_name, sort_classes
 from mtem.data.loading import load_corpus
+from mtem.data.trees import Tree, dump
 from tests.corpora import refusal, reviews, table
 
 
@@ -86,3 +88,57 @@ def test_concatenate_labeled_with_unlabeled():
     refusal(lambda: Corpus.concatenate([]), "no data")
     assert not load_corpus(one, labeled=False).labeled
     refusal(lambda: load_corpus(both, labeled=True), "no labels")
+
+
+# Threads
+
+
+def threads(count, word="post"):
+    return [Tree([f"{word} {i}", *(f"{word} {i}, reply {j}" for j in range(i))], [-1, *[0] * i]) for i in range(count)]
+
+
+def test_threads_are_selected_like_texts(own_cache, monkeypatch):
+    corpus = load_corpus((threads(5), ["x", "y", "x", "y", "x"]), labeled=True)
+    assert corpus.threaded and corpus.trees() == threads(5) and corpus.trees([]) == []
+    assert corpus.trees([3, 1, 3]) == [threads(5)[i] for i in (3, 1, 3)] and "5 threads" in repr(corpus)
+    chosen = corpus.select([3, 1, 3])
+    assert chosen.trees() == corpus.trees([3, 1, 3]) and chosen.texts() == ["post 3", "post 1", "post 3"]
+    assert chosen.select([2]).trees() == [threads(5)[3]] and chosen.labels() == ["y", "y", "y"]
+    hidden = chosen.unlabeled()
+    assert hidden.trees() == chosen.trees() and not hidden.labeled and hidden.fingerprint != chosen.fingerprint
+    with pytest.raises(IndexError):
+        corpus.trees([5])
+    monkeypatch.setattr("mtem.data.corpus._IN_MEMORY", 0)
+    assert corpus.select([3, 1, 3]).trees() == chosen.trees()
+    assert len(list((own_cache / "corpora").iterdir())) == 1  # on disk, and read from there
+
+
+def test_a_long_tree_goes_to_disk_however_short_its_root(own_cache, monkeypatch):
+    long = Tree(["root", "reply " * 1000], [-1, 0])
+    corpus = load_corpus([long, long], labeled=False)
+    monkeypatch.setattr("mtem.data.corpus._IN_MEMORY", 5000)
+    assert corpus.select([1]).trees() == [long] and len(list((own_cache / "corpora").iterdir())) == 1
+
+
+def test_texts_among_threads_are_threads_without_replies(own_cache, monkeypatch):
+    plain, threaded = load_corpus(["a", 'b "quoted"'], labeled=False), load_corpus(threads(3), labeled=False)
+    single = [Tree(["a"], [-1]), Tree(['b "quoted"'], [-1])]
+    assert not plain.threaded and plain.trees() == single and plain.trees([1]) == single[1:]
+    for where in ("memory", "disk"):
+        for parts, trees in (([plain, threaded], single + threads(3)), ([threaded, plain], threads(3) + single)):
+            both = Corpus.concatenate(parts)
+            assert both.threaded and both.trees() == trees and both.texts() == [tree.texts[0] for tree in trees], where
+            assert both.trees([4, 0]) == [trees[4], trees[0]] and both.select([4, 1]).trees() == [trees[4], trees[1]]
+            assert both.domains == [part.domains[0] for part in parts] and both.where(4).startswith(parts[1].name)
+        monkeypatch.setattr("mtem.data.corpus._IN_MEMORY", 0)
+    assert not Corpus.concatenate([plain, plain]).threaded
+    as_trees = load_corpus(single, labeled=False)
+    assert as_trees.table.column("tree").to_pylist() == [dump(tree) for tree in single]
+
+
+def test_columns_may_be_cut_into_different_chunks():
+    corpus = load_corpus(threads(6), labeled=False)
+    table = corpus.table
+    cut = pa.chunked_array([table.column("tree").slice(0, 4).combine_chunks(), table.column("tree").slice(4).combine_chunks()])
+    other = Corpus(table.set_column(1, "tree", cut), corpus.name, corpus.fingerprint, files=corpus.files)
+    assert other.trees([5, 0, 4, 3]) == [threads(6)[i] for i in (5, 0, 4, 3)] and other.texts([5]) == ["post 5"]

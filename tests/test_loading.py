@@ -13,7 +13,9 @@ import pytest
 
 from mtem.data import sample_path
 from mtem.data.corpus import check_source, check_target
-from mtem.data.loading import find_column, load_corpus
+from mtem.data.loading import example_column, find_column, load_corpus
+from mtem.data.splits import hold_out
+from mtem.data.trees import Tree
 from mtem.errors import RunError
 from tests.corpora import refusal, reviews, table
 
@@ -169,6 +171,172 @@ def test_repeated_texts_are_kept_and_counted(tmp_path):
         "a.csv: 3 repeated texts kept (first: rows 2 and 4)",
         "a.csv: 1 repeated text with different labels (first: rows 3 and 5)",
     )
+
+
+# Threads
+
+
+def thread(number, replies=2, label=True, **more):
+    """A thread whose first replies form a chain."""
+    nodes = [{"id": f"{number}0", "parent": None, "text": f"root {number}"}]
+    nodes += [{"id": f"{number}{i + 1}", "parent": f"{number}{i}", "text": f"reply {i} to {number}"} for i in range(replies)]
+    return {"id": str(number), **({"label": ["no", "yes"][number % 2]} if label else {}), "nodes": nodes, **more}
+
+
+def tree(number, replies=2):
+    return Tree([f"root {number}", *(f"reply {i} to {number}" for i in range(replies))], list(range(-1, replies)))
+
+
+@pytest.mark.parametrize("extension", [".jsonl", ".jsonl.gz", ".parquet", ".csv"])
+def test_threads_in_every_format_give_the_same_corpus(tmp_path, extension):
+    rows = [thread(i, replies=i, text="not this") for i in range(4)]
+    path = table(tmp_path, f"event{extension}", rows)
+    corpus = load_corpus(path, labeled=True)
+    assert corpus.threaded and corpus.trees() == [tree(i, i) for i in range(4)]
+    assert corpus.texts() == [f"root {i}" for i in range(4)] and corpus.labels() == ["no", "yes", "no", "yes"]
+    assert corpus.domains == ["event"] and corpus.notices == () and corpus.files[0]["text_column"] == "nodes"
+    first = 2 if extension == ".csv" else 1
+    assert corpus.where(2) == f"{path}: row {first + 2}"
+    in_memory = load_corpus(rows, labeled=True)
+    assert corpus.fingerprint == in_memory.fingerprint and corpus.files[0]["texts"] == in_memory.files[0]["texts"]
+
+
+def test_threads_as_json_in_a_column(tmp_path):
+    rows = [{"nodes": json.dumps(thread(i)["nodes"]), "topic": "x"} for i in range(2)]
+    corpus = load_corpus(table(tmp_path, "a.parquet", rows), labeled=True)
+    assert corpus.trees() == [tree(0), tree(1)] and corpus.labels() == ["x", "x"]
+    refusal(lambda: load_corpus(table(tmp_path, "b.csv", [*rows, {"nodes": "[", "topic": "x"}]), labeled=True), "row 4", "JSON")
+
+
+def test_threads_in_lists_frames_and_pairs():
+    rows = [thread(0), thread(1)]
+    frame = pd.DataFrame(rows)
+    bare = [{"nodes": row["nodes"]} for row in rows]
+    for data in (rows, frame, (bare, ["no", "yes"]), ([tree(0), tree(1)], np.array(["no", "yes"]))):
+        corpus = load_corpus(data, labeled=True)
+        assert corpus.trees() == [tree(0), tree(1)] and corpus.labels() == ["no", "yes"], data
+    assert load_corpus([tree(0), tree(1)], labeled=False).trees() == load_corpus(bare, labeled=False).trees()
+    assert load_corpus(tree(1), labeled=False).trees() == [tree(1)]
+    assert load_corpus(rows, labeled=True, label_column="id").labels() == ["0", "1"]
+    assert load_corpus((rows, ["a", "b"]), labeled=True, label_column="id").labels() == ["a", "b"]
+    assert load_corpus({"a": [tree(0)], "b": [thread(1)]}, labeled=False).domains == ["a", "b"]
+    assert "ignored" in load_corpus(rows, labeled=False).notices[0]
+    refusal(lambda: load_corpus(bare, labeled=True, name="mine"), "mine", "no label column")
+    refusal(lambda: load_corpus((bare, ["no"]), labeled=True), "2 threads but 1 labels")
+    refusal(lambda: load_corpus([*rows, "text"], labeled=False), "row 2", "str")
+    refusal(lambda: load_corpus([*rows, {"text": "x"}], labeled=False), "row 2", "no 'nodes'")
+    refusal(lambda: load_corpus(["text", rows[0]], labeled=False), "row 1", "dict")
+    refusal(lambda: load_corpus(frame.iloc[:0], labeled=True), "no text column")
+    refusal(lambda: load_corpus(pd.DataFrame([thread(0), thread(0)]), labeled=True), "row 1, thread '0'", "row 0")
+
+
+def test_threads_in_hugging_face_datasets():
+    datasets = pytest.importorskip("datasets")
+    corpus = load_corpus(datasets.Dataset.from_list([thread(0, 1), thread(1, 3)]), labeled=True)
+    assert corpus.trees() == [tree(0, 1), tree(1, 3)] and corpus.labels() == ["no", "yes"]
+
+
+def test_a_named_text_column_makes_texts_of_threads(tmp_path):
+    path = table(tmp_path, "a.jsonl", [thread(i, summary=f"about {i}") for i in range(3)])
+    corpus = load_corpus(path, labeled=True, text_column="summary")
+    assert not corpus.threaded and corpus.texts() == ["about 0", "about 1", "about 2"]
+    assert load_corpus(path, labeled=True).threaded  # not what was just put into the cache
+    assert example_column(path) == ("nodes", True) and example_column(path, "Summary") == ("summary", False)
+    refusal(lambda: load_corpus(path, labeled=True, text_column="none"), "'none'", "'nodes'")
+    counts = table(tmp_path, "b.csv", [{"nodes": "12", "text": "x"}, {"nodes": "[13]", "text": "y"}])
+    assert load_corpus(counts, labeled=False).texts() == ["x", "y"]
+    counts = table(tmp_path, "c.jsonl", [{"nodes": 12, "text": "x"}])
+    assert load_corpus(counts, labeled=False).texts() == ["x"]
+
+
+def test_threads_and_texts_in_one_file(tmp_path):
+    text = {"text": "alone", "label": "no"}
+    path = table(tmp_path, "a.jsonl", [thread(0), thread(1), text])
+    refusal(lambda: load_corpus(path, labeled=True), "a.jsonl: row 3", "no 'nodes'")
+    path = table(tmp_path, "b.jsonl", [text, thread(1)])
+    refusal(lambda: load_corpus(path, labeled=True), "b.jsonl: row 2", "thread")
+    assert load_corpus([table(tmp_path, "c.jsonl", [thread(0)]), table(tmp_path, "d.csv", [text])], labeled=True).threaded
+
+
+def test_bad_threads_name_file_row_thread_and_node(tmp_path, own_cache):
+    circle = thread(1)
+    circle["nodes"][1]["parent"] = "12"
+    refusal(lambda: load_corpus(table(tmp_path, "a.jsonl", [thread(0), circle]), labeled=True),
+            "a.jsonl: row 2, thread '1', node '11'", "circle")  # fmt: skip
+    refusal(lambda: load_corpus(table(tmp_path, "b.jsonl", [thread(0), thread(1, nodes=[])]), labeled=True),
+            "b.jsonl: row 2, thread '1'", "empty")  # fmt: skip
+    refusal(lambda: load_corpus(table(tmp_path, "c.jsonl", [thread(0), thread(1, label="")]), labeled=True),
+            "c.jsonl: row 2, column 'label'", "missing")  # fmt: skip
+    again = [thread(0), thread(1), thread(2), {**thread(3), "id": "1"}]
+    refusal(lambda: load_corpus(table(tmp_path, "d.jsonl", again), labeled=True), "d.jsonl: row 4, thread '1'", "row 2")
+    assert list((own_cache / "corpora").iterdir()) == []
+    odd = [thread(0, id="\ud800"), {"nodes": thread(1)["nodes"], "label": "x"}, {"nodes": thread(2)["nodes"], "label": "x"}]
+    assert len(load_corpus(odd, labeled=True)) == 3
+
+
+def test_repaired_threads_are_told_per_file(tmp_path):
+    rows = [thread(0), thread(1), thread(2), thread(3), thread(4)]
+    rows[1]["nodes"][1]["parent"] = "gone"
+    rows[2]["nodes"][2] |= {"parent": "20", "orphan": True}
+    rows[2]["nodes"][1]["text"] = None
+    rows[3]["nodes"] = [{"id": "30", "parent": None, "text": " "}, {"id": "31", "parent": "99"}]
+    rows[4]["nodes"][0]["text"] = "Root 0"
+    rows.append(thread(5, nodes=[{"id": "50", "text": "root 1"}]))
+    path = table(tmp_path, "a.jsonl", rows)
+    for _ in range(2):  # the second time from the cache
+        corpus = load_corpus(path, labeled=True)
+        assert corpus.rows.tolist() == [1, 2, 3, 5, 6]
+        assert corpus.trees([1, 2]) == [
+            Tree(tree(1).texts, [-1, 0, 1]),
+            Tree(["root 2", "", "reply 1 to 2"], [-1, 0, 0]),
+        ]
+        assert corpus.notices == (
+            "a.jsonl: 1 empty thread dropped (first: row 4)",
+            "a.jsonl: 2 replies have an unknown parent and hang from the root (first: row 2, thread '1', node '11')",
+            "a.jsonl: 1 post has no text (first: row 3, thread '2', node '21')",
+            "a.jsonl: 1 repeated root text kept (first: rows 2 and 6)",
+        )
+    blank = table(tmp_path, "b.jsonl", [rows[3]])
+    refusal(lambda: load_corpus(blank, labeled=True), "b.jsonl: row 1", "all 1 threads are empty")
+
+
+def test_roots_without_text_are_not_repeats_of_each_other():
+    nodes = [[{"id": 1}, {"id": 2, "parent": 1, "text": text}] for text in "abb"]
+    corpus = load_corpus([{"nodes": each} for each in nodes], labeled=False)
+    assert corpus.texts() == ["", "", ""]
+    assert corpus.notices[1] == "threads: 1 repeated root text kept (first: rows 1 and 2)"
+
+
+def test_fingerprint_of_threads_covers_the_trees():
+    one, other = thread(0), thread(0)
+    other["nodes"][2]["parent"] = "00"
+    prints = {load_corpus(data, labeled=False).fingerprint for data in ([one], [other], ["root 0"], [Tree(["root 0"], [-1])])}
+    assert len(prints) == 4
+    source = load_corpus([one], labeled=True)
+    refusal(lambda: check_target(load_corpus([one], labeled=False, name="again"), source), "again", "threads", "the same")
+    check_target(load_corpus([other], labeled=False), source)
+
+
+def test_second_load_of_threads_reuses_the_file(tmp_path, own_cache, monkeypatch):
+    path = table(tmp_path, "a.jsonl.gz", [thread(0), thread(1)])
+    first = load_corpus(path, labeled=True)
+    (stored,) = (own_cache / "corpora").iterdir()
+    before = stored.stat()
+    monkeypatch.setattr("mtem.data.trees.build", lambda *_: pytest.fail("read again"))
+    second = load_corpus(path, labeled=True)
+    assert (before.st_ino, before.st_mtime_ns) == (stored.stat().st_ino, stored.stat().st_mtime_ns)
+    assert second.trees() == first.trees() == [tree(0), tree(1)] and second.fingerprint == first.fingerprint
+
+
+def test_repeated_roots_are_held_out_together():
+    rows = [thread(i) for i in range(40)]
+    for i in range(0, 40, 4):
+        rows[i + 2]["nodes"][0]["text"] = f"ROOT {i}!"  # the same text as that of thread i, and the same label
+    corpus = load_corpus(rows, labeled=True)
+    train, held = hold_out(corpus, corpus.classes, 0.3, seed=1)
+    assert len(held) and not {i - i % 4 for i in held if i % 2 == 0} & {i - i % 4 for i in train if i % 2 == 0}
+    chosen = corpus.select(held)
+    assert chosen.trees() == corpus.trees(held) and chosen.threaded
 
 
 # The cache

@@ -25,7 +25,10 @@ class Setting(Bench):
         super().__init__(Mtem, encoder, rate, steps, seed, **{**LITERAL, **changes})
 
 
-@pytest.mark.parametrize(("engine", "tolerance"), [("forward", 1e-4), ("second-order", 1e-4), ("taylor", 2e-2)])
+EXACT = [("layerwise", 1e-4), ("forward", 1e-4), ("second-order", 1e-4)]
+
+
+@pytest.mark.parametrize(("engine", "tolerance"), [*EXACT, ("taylor", 2e-2)])
 def test_trajectory_is_algorithm_1(encoder, engine, tolerance):
     # beta is large enough for the raw gradient to move the indexes visibly, and some of them to the bounds
     ours = Setting(encoder, engine=engine, index_rate=2000.0, index_low=1.01, index_high=5.0)

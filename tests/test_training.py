@@ -185,9 +185,12 @@ def test_devices_and_precisions(monkeypatch):
         find_precision("fp16", CPU)
 
 
-def test_rates_follow_frozen_layers_unless_given():
-    assert find_rates(TrainingSettings(), 0) == (5e-5, 2e-5) and find_rates(TrainingSettings(), 4) == (5e-4, 2e-4)
-    assert find_rates(TrainingSettings(source_rate=0.0, rate=1.0), 4) == (0.0, 1.0)
+def test_rates_follow_frozen_layers_unless_given(encoder):
+    model = TextModel.create(encoder, ("bad", "good"), max_length=16)
+    assert find_rates(TrainingSettings(), model.default_rates()) == (5e-5, 2e-5)
+    model.freeze(2)
+    assert find_rates(TrainingSettings(), model.default_rates()) == (5e-4, 2e-4)
+    assert find_rates(TrainingSettings(source_rate=0.0, rate=1.0), model.default_rates()) == (0.0, 1.0)
 
 
 # ---------------------------------------------------------------------- batches

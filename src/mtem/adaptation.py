@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from mtem import methods, settings
+from mtem import methods, models, settings
 from mtem.adapted import Adapted
 from mtem.data.corpus import check_source, check_target
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
 from mtem.models import encoders
-from mtem.models.text import TextModel
+from mtem.models.base import Model
 from mtem.progress import Progress
 from mtem.run import Run
 from mtem.storage import read_json
@@ -48,7 +48,7 @@ def adapt(
         gives each a domain name. Labels of `target`, if any, are never read. Class names are text: labels 0 and 1 become
         "0" and "1", and that is what `predict` returns.
     model
-        An encoder: a packaged name, a directory, or a Hugging Face name.
+        An encoder (a packaged name, a directory, or a Hugging Face name), or "bigcn" for threads.
     method, preset
         See `mtem methods`. A preset sets many settings at once; what is given by name comes on top.
     output
@@ -56,20 +56,23 @@ def adapt(
     resume
         Go on with the unfinished run in `output`.
     given
-        Any field of `TrainingSettings` or of the method's settings.
+        Any field of `TrainingSettings` or of the settings of the method or the model.
     """
     progress = progress or Progress(quiet=True)
     kind = methods.get(method)
     if preset not in kind.presets:
         raise RequestError(f"unknown preset '{preset}': {method} has {', '.join(kind.presets)}")
-    parts = settings.build({"training": TrainingSettings, "method": kind.Settings}, {**kind.presets[preset], **given})
+    shape = models.kind(model)
+    values = {**shape.defaults, **kind.presets[preset]}
+    values |= {name: value for name, value in shape.presets.get(preset, {}).items() if name in kind.presets[preset]}
+    parts = settings.build({"training": TrainingSettings, "method": kind.Settings, "model": shape.Settings}, {**values, **given})
     training: TrainingSettings = parts["training"]
     device = find_device(training.device)
     precision = find_precision(training.precision, device)
     directory = Path(output) if output is not None else None
     if directory is not None:
         check_output(directory, resume)
-    place = encoders.find(model)
+    place = models.find(model, parts["model"])
 
     progress.say("reading the data")
     columns = {"text_column": text_column, "label_column": label_column}
@@ -86,13 +89,15 @@ def adapt(
     for corpus in (labeled, unlabeled, few):
         for line in corpus.notices if corpus is not None else ():
             progress.notice(line)
+        if corpus is not None and shape.threads and not corpus.threaded:
+            progress.notice(f"{corpus.name}: these are texts without replies, of which {model} sees no more than the words")
 
     request = {
         "method": method,
         "preset": preset,
         "model": str(model),
         "classes": list(labeled.classes),
-        "settings": settings.record(training, parts["method"]),
+        "settings": settings.record(training, parts["method"], parts["model"]),
         "data": {
             "source": list(labeled.files),
             "target": list(unlabeled.files),
@@ -107,8 +112,9 @@ def adapt(
             progress.say(f"{directory}: this run is done already")
             return Adapted.load(directory)
     torch.manual_seed(training.seed)
-    network = TextModel.create(place, labeled.classes, max_length=training.max_length, attention=training.attention).to(device)
-    if network.max_length < training.max_length:
+    corpora = [corpus for corpus in (labeled, unlabeled, few) if corpus is not None]
+    network = models.create(place, labeled.classes, corpora, parts["model"], training).to(device)
+    if network.max_length is not None and network.max_length < training.max_length:
         progress.notice(f"max_length={training.max_length}: the encoder takes {network.max_length} tokens, texts are cut there")
     network.precision = precision
     kind.adjust(network, parts["method"])
@@ -161,7 +167,7 @@ def same_request(directory: Path, request: dict[str, Any]) -> bool:
     return old["status"] == "done"
 
 
-def frozen(training: TrainingSettings, model: TextModel) -> int:
+def frozen(training: TrainingSettings, model: Model) -> int:
     """How many layers to freeze; by default the whole encoder is trained on a GPU, or where its layers are not a list."""
     if training.frozen_layers is not None:
         return training.frozen_layers

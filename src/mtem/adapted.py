@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from mtem import inference
+from mtem import inference, models
 from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
-from mtem.models.text import TextModel
+from mtem.models.base import Model
 from mtem.storage import read_json, read_tensors, replaced, write_json, write_tensors
 
 BLOCK = 50_000
@@ -31,7 +31,7 @@ class Adapted:
 
     def __init__(
         self,
-        model: TextModel,
+        model: Any,
         record: dict[str, Any],
         table: pa.Table | None = None,
         source_weights: dict[str, Tensor] | None = None,
@@ -48,23 +48,23 @@ class Adapted:
             raise RequestError(f"{path}: no such folder; give the --output folder of 'mtem adapt'")
         if not (path / "run.json").is_file():
             if (path / "config.json").is_file():
-                return cls(TextModel.load(path), {}, path=path)
+                return cls(models.load(path), {}, path=path)
             raise RequestError(f"{path}: neither a run (run.json) nor a model (config.json) is there")
         record = read_json(path / "run.json")
         if record.get("status") != "done":
             raise RequestError(f"{path}: this run is not finished; finish it with 'mtem adapt ... --resume'")
-        return cls(TextModel.load(path / "model"), record, path=path)
+        return cls(models.load(path / "model"), record, path=path)
 
     @property
     def classes(self) -> tuple[str, ...]:
         return self.model.classes
 
-    def predict_proba(self, texts: Sequence[str]) -> np.ndarray:
-        """[N, K] probabilities, columns in the order of `classes`."""
+    def predict_proba(self, texts: Sequence[Any]) -> np.ndarray:
+        """[N, K] probabilities of texts, or of threads (dicts with "nodes"); columns in the order of `classes`."""
         return inference.predict_texts(self.model, texts)
 
-    def predict(self, texts: Sequence[str]) -> list[str]:
-        """The class name of each text, as text: a classifier trained on labels 0 and 1 answers "0" and "1"."""
+    def predict(self, texts: Sequence[Any]) -> list[str]:
+        """The class name of each text or thread, as text: a classifier trained on labels 0 and 1 answers "0" and "1"."""
         return [self.classes[number] for number in self.predict_proba(texts).argmax(axis=1)]
 
     @property
@@ -76,15 +76,15 @@ class Adapted:
             self._table = pq.read_table(self.path / "indexes.parquet")
         return self._table.to_pandas()
 
-    def source_model(self) -> TextModel | None:
+    def source_model(self) -> Model | None:
         """The model before the adaptation, if it was kept. It shares nothing with this one."""
         weights = self._source_weights
         if weights is None and self.path is not None and (self.path / "checkpoints" / "source.safetensors").is_file():
             weights = read_tensors(self.path / "checkpoints" / "source.safetensors")
         if weights is None or self.path is None:
             return None
-        before = TextModel.load(self.path / "model")
-        own = dict(before.named_parameters())
+        before = models.load(self.path / "model")
+        own = {**dict(before.named_parameters()), **dict(before.named_buffers())}
         with torch.no_grad():
             for name, value in weights.items():
                 own[name].copy_(value)
@@ -128,13 +128,15 @@ def index_table(target: Corpus, classes: Sequence[str], scores: np.ndarray, inde
 def card(record: dict[str, Any]) -> str:
     """A model card from the run's record."""
     lines = ["---", "library_name: transformers", "pipeline_tag: text-classification", "---", "# A text classifier"]
+    if record.get("model") == models.BIGCN:
+        lines = ["---", "library_name: mtem", "---", "# A classifier of threads"]
     if record:
         texts, choice, estimate = record["texts"], record["selection"], record["estimate"]["after"]
         kept = "The source model was kept." if choice["kept_source_model"] else f"Weights of step {choice['chosen_step']}."
         lines += [
             "",
             f"Adapted by `mtem` {record['versions']['mtem']} (method `{record['method']}`, preset `{record['preset']}`, "
-            f"seed {record['seed']}) from the encoder `{record['model']}`.",
+            f"seed {record['seed']}) from `{record['model']}`.",
             "",
             f"- Classes: {', '.join(record['classes'])}",
             f"- Labeled texts trained on: {texts['source_trained_on']}; unlabeled target texts: {texts['target']}",
@@ -143,7 +145,12 @@ def card(record: dict[str, Any]) -> str:
             f"({estimate['low']:.3f} to {estimate['high']:.3f})",
             *(f"- Warning: {line}" for line in record["warnings"]),
             "",
-            f"Texts are cut at {record['resolved']['max_length']} tokens. A pipeline does so when it is told to: "
-            '`pipeline("text-classification", PATH)(texts, truncation=True)`.',
         ]
+        if record["model"] == models.BIGCN:
+            lines.append(f"A BiGCN over `{record['settings']['features']}` features: read it with `mtem.load(PATH)`.")
+        else:
+            lines.append(
+                f"Texts are cut at {record['resolved']['max_length']} tokens. A pipeline does so when it is told to: "
+                '`pipeline("text-classification", PATH)(texts, truncation=True)`.'
+            )
     return "\n".join(lines) + "\n"

@@ -51,11 +51,18 @@ def options(
 
 @app.command()
 def adapt(
-    source: Annotated[list[Path], typer.Option(help="Labeled texts (csv, tsv, jsonl, parquet; .gz too). May be given again.")],
+    source: Annotated[
+        list[Path], typer.Option(help="Labeled texts or threads (csv, tsv, jsonl, parquet; .gz too). May be given again.")
+    ],
     target: Annotated[list[Path], typer.Option(help="Unlabeled texts of the new domain. May be given again.")],
     output: Annotated[Path, typer.Option(help="Folder for the run; it must not hold another one.")],
     target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled texts of the new domain.")] = None,
-    model: Annotated[str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name.")] = "minilm",
+    model: Annotated[
+        str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name; or 'bigcn' for reply trees.")
+    ] = "minilm",
+    features: Annotated[
+        str | None, typer.Option(help="With --model bigcn, what a post is to it: tfidf, vectors, encoder.")
+    ] = None,
     method: Annotated[str, typer.Option(help="One of those that 'mtem methods' lists.")] = "mtem",
     preset: Annotated[
         str, typer.Option(help="'recommended', or 'paper': the algorithm and constants as printed.")
@@ -79,10 +86,15 @@ def adapt(
     mtem adapt --source books.csv --target kitchen.csv --target-labeled few.csv --set epochs=3 --output run/
 
     mtem adapt --source books.csv --target kitchen.csv --output run/ --resume
+
+    mtem adapt --source charliehebdo.jsonl --source ottawashooting.jsonl --target ferguson.jsonl --model bigcn --output run/
     """
     given = _settings(set_)
-    if engine is not None:
-        given["engine"] = engine
+    for name, value in (("engine", engine), ("features", features)):
+        if value is not None:
+            given[name] = value
+    if features is not None and model != "bigcn":
+        raise RequestError(f"--features {features}: only --model bigcn has features of posts")
     if seed is not None:
         given["seed"] = seed
     from mtem.adaptation import adapt as run
@@ -101,7 +113,7 @@ def adapt(
 @app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    file: Annotated[Path, typer.Argument(help="Texts: csv, tsv, jsonl or parquet, .gz too.")],
+    file: Annotated[Path, typer.Argument(help="Texts or threads: csv, tsv, jsonl or parquet, .gz too.")],
     output: Annotated[Path, typer.Option(help="Where to write; the ending gives the format.")],
     text_column: Column = None,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="Add one column per class.")] = False,
@@ -218,11 +230,16 @@ def list_settings(method: Annotated[str, typer.Argument(help="Whose settings.")]
 
     mtem settings mtem
     """
-    from mtem import methods, settings
+    from mtem import methods, models, settings
     from mtem.training import TrainingSettings
 
     kind = methods.get(method)
-    for title, fields in ((f"settings of {method}", kind.Settings), ("settings of every method", TrainingSettings)):
+    trees = models.kind(models.BIGCN)
+    for title, fields in (
+        (f"settings of {method}", kind.Settings),
+        ("settings of every method", TrainingSettings),
+        ("settings of --model bigcn", trees.Settings),
+    ):
         rows = settings.describe(fields)
         if not rows:
             continue
@@ -232,25 +249,30 @@ def list_settings(method: Annotated[str, typer.Argument(help="Whose settings.")]
             shown = str(recommended.get(name, default))
             table.add_row(name, shown, str(paper[name]) if name in paper and str(paper[name]) != shown else "", Text(meaning))
         out.print(table)
+    others = ", ".join(f"{name} = {value}" for name, value in trees.defaults.items())
+    out.print(f"with --model bigcn the default is {others}", markup=False)
 
 
 @data_app.command()
 def prepare(
-    dataset: Annotated[str, typer.Argument(help="amazon")],
+    dataset: Annotated[str, typer.Argument(help="amazon (reviews) or pheme (threads of tweets)")],
     from_: Annotated[Path, typer.Option("--from", help="The original archive or folder, or the JSON-lines form.")],
     to: Annotated[Path, typer.Option(help="Folder to write to.")],
 ) -> None:
     """Turn a published data set into files that the other commands read.
 
-    **Example**
+    **Examples**
 
     mtem data prepare amazon --from domain_sentiment_data.tar.gz --to amazon/
-    """
-    if dataset != "amazon":
-        raise RequestError(f"unknown data set '{dataset}': there is amazon")
-    from mtem.data import amazon
 
-    for line in amazon.prepare(from_, to):
+    mtem data prepare pheme --from PHEME_veracity.tar.bz2 --to pheme/
+    """
+    from mtem.data import amazon, pheme
+
+    datasets = {"amazon": amazon.prepare, "pheme": pheme.prepare}
+    if dataset not in datasets:
+        raise RequestError(f"unknown data set '{dataset}': there are {' and '.join(datasets)}")
+    for line in datasets[dataset](from_, to):
         out.print(line, markup=False)
 
 

@@ -1,10 +1,10 @@
-"""Prediction: over tokenized corpora, and over files of any size in a stream that keeps every column."""
+"""Prediction: over encoded corpora, and over files of any size in a stream that keeps every column."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +13,9 @@ import torch
 
 from mtem.data import files
 from mtem.data.batching import sequential
-from mtem.data.corpus import encodable, is_missing
-from mtem.data.loading import find_column
+from mtem.data.cells import encodable, is_missing
+from mtem.data.loading import example_column
+from mtem.data.trees import NODES, Tree, tree_of_row
 from mtem.errors import RequestError
 from mtem.progress import Progress
 
@@ -61,14 +62,25 @@ def probabilities(scores: np.ndarray) -> np.ndarray:
     return torch.softmax(torch.from_numpy(np.asarray(scores, dtype=np.float64)), dim=-1).numpy()
 
 
-def predict_texts(model: Any, texts: Sequence[str]) -> np.ndarray:
-    """Class probabilities [N, K] of some texts."""
-    if isinstance(texts, str):
-        raise RequestError("predict wants a list of texts, got one text: put it in a list")
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise RequestError(f"predict wants texts, got {type(text).__name__} at position {number}")
-    return probabilities(score(model, model.encode_texts(list(texts))).scores)
+def predict_texts(model: Any, texts: Sequence[str | Mapping[str, Any] | Tree]) -> np.ndarray:
+    """Class probabilities [N, K] of some texts or threads (dicts with "nodes").
+
+    A text is a thread without replies to a model of threads, and a thread is its root's text to a model of texts.
+    """
+    if isinstance(texts, (str, Mapping, Tree)):
+        one = "text" if isinstance(texts, str) else "thread"
+        raise RequestError(f"predict wants a list of texts or threads, got one {one}: put it in a list")
+    return probabilities(score(model, model.encode_trees([_tree(one, number) for number, one in enumerate(texts)])).scores)
+
+
+def _tree(example: Any, number: int) -> Tree:
+    if isinstance(example, str):
+        return Tree([example], [-1])
+    if isinstance(example, Tree):
+        example = {NODES: example}
+    if isinstance(example, Mapping) and NODES in example:
+        return tree_of_row(example, f"position {number}")
+    raise RequestError(f"predict wants texts or threads (dicts with 'nodes'), got {type(example).__name__} at position {number}")
 
 
 class Predicted(NamedTuple):
@@ -92,7 +104,7 @@ def predict_file(
     """
     path, output = Path(path), Path(output)
     columns = files.columns(path)
-    text = find_column(columns, "text", text_column, str(path))
+    column, threaded = example_column(path, text_column)
     added = ["prediction", "confidence", *([f"probability {name}" for name in model.classes] if all_probabilities else [])]
     taken = [name for name in added if name in columns]
     if taken:
@@ -107,9 +119,12 @@ def predict_file(
             for row, record in block:  # a JSON line may have columns that the first has not
                 if clash := next((name for name in added if name in record), None):
                     raise _taken(path, clash, f" row {row}:")
-            texts = [_text(record.get(text)) for record in records]
-            known = [number for number, value in enumerate(texts) if value]
-            found = predict_texts(model, [texts[number] for number in known]) if known else np.zeros((0, len(model.classes)))
+            if threaded:
+                trees = [tree_of_row(record, f"{path}: row {row}") for row, record in block]
+            else:
+                trees = [Tree([_text(record.get(column))], [-1]) for record in records]
+            known = [number for number, tree in enumerate(trees) if not tree.blank]
+            found = predict_texts(model, [trees[number] for number in known]) if known else np.zeros((0, len(model.classes)))
             given = dict(zip(known, found, strict=True))
             for number, record in enumerate(records):
                 probs = given.get(number)

@@ -46,23 +46,26 @@ class MetaGradient(NamedTuple):
 class Inner(NamedTuple):
     """The loss of the virtual step, as a function of what the outer loop learns: one number for each example.
 
-    All take ``log_probs [N, K]``, ``labels [N]`` and that number ``[N]``. ``value`` is the loss, a scalar; ``slope`` its
-    derivative in each number, ``[N]``; ``mixed(log_probs, tangents, labels, numbers)`` the derivative of ``slope`` when
-    ``log_probs`` move along ``tangents``.
+    It depends on an example through the log-probability of its label. All take ``log_probs [N, K]``, ``labels [N]`` and the
+    numbers ``[N]``. ``value`` is the loss, a scalar; ``weights`` its derivative in each example's surprisal, ``[N]``;
+    ``slope`` that in each number, ``[N]``; ``mixed(log_probs, slopes, labels, numbers)`` the derivative of ``slope`` when the
+    labels' log-probabilities move at the speeds ``slopes [N]``.
     """
 
     value: Callable[[Tensor, Tensor, Tensor], Tensor]
+    weights: Callable[[Tensor, Tensor, Tensor], Tensor]
     slope: Callable[[Tensor, Tensor, Tensor], Tensor]
     mixed: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _tsallis_mixed(log_probs: Tensor, tangents: Tensor, labels: Tensor, index: Tensor) -> Tensor:
+def _tsallis_mixed(log_probs: Tensor, slopes: Tensor, labels: Tensor, index: Tensor) -> Tensor:
     weight = tsallis.pseudo_weight(log_probs, labels, index) * tsallis.surprisal(log_probs, labels)
-    return weight * tangents.gather(1, labels.long().unsqueeze(1)).squeeze(1) / len(labels)
+    return weight * slopes / len(labels)
 
 
 TSALLIS = Inner(
     lambda log_probs, labels, index: tsallis.loss(log_probs, labels, index).mean(),
+    lambda log_probs, labels, index: tsallis.pseudo_weight(log_probs, labels, index) / len(labels),
     lambda log_probs, labels, index: tsallis.index_gradient(log_probs, labels, index) / len(labels),
     _tsallis_mixed,
 )
@@ -198,16 +201,18 @@ class _Problem:
 
 def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     direction, value = problem.direction()
-    unit, norm = _normalized(direction)
+    unit, norm = normalized(direction)
     plain = {name: param.detach() for name, param in problem.params.items()}
     with torch.no_grad(), problem.smooth():
         log_probs, tangents = torch.func.jvp(problem.log_probs, (plain,), (unit,))
-    return -problem.rate * norm * problem.inner.mixed(log_probs, tangents, problem.labels, problem.index), value
+    # the rate first: norm and slopes may be so large that their product overflows
+    slopes = tangents.gather(1, problem.labels.long().unsqueeze(1)).squeeze(1) * (-problem.rate * norm)
+    return problem.inner.mixed(log_probs, slopes, problem.labels, problem.index), value
 
 
 def _taylor(problem: _Problem) -> tuple[Tensor, Tensor]:
     direction, value = problem.direction()
-    unit, norm = _normalized(direction)
+    unit, norm = normalized(direction)
     with torch.no_grad():
         ahead, behind = (
             problem.inner.slope(
@@ -250,7 +255,7 @@ def _gradient(loss: Tensor, params: Params, create_graph: bool = False) -> Param
     return dict(zip(params, gradients, strict=True))
 
 
-def _normalized(direction: Params) -> tuple[Params, Tensor]:
+def normalized(direction: Params) -> tuple[Params, Tensor]:
     """The direction with norm 1, so that half-precision tangents of it do not underflow, and its norm.
 
     A direction of zeros stays one. Nothing here waits for the device.

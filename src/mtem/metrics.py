@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+from sklearn.metrics import average_precision_score, confusion_matrix, precision_recall_fscore_support
 
 from mtem.errors import RequestError
 
@@ -27,6 +27,10 @@ class ClassMetrics:
     f1: float
     support: int
     """Number of texts of this class."""
+    trivial_f1: float = 0.0
+    """F1 of calling every text so: what a classifier of this class has to beat."""
+    average_precision: float | None = None
+    """Of ranking the texts by the probability of this class; None without probabilities or texts of it."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +81,30 @@ def evaluate(
     precision, recall, f1, support = (np.asarray(figure) for figure in figures)
     occurring = np.union1d(truth, predicted)
     log_loss = calibration_error = None
+    ranking: list[float | None] = [None] * len(classes)
     if probabilities is not None:
         probabilities = np.asarray(probabilities, dtype=np.float64)
         if probabilities.shape != (len(truth), len(classes)):
             raise ValueError(f"probabilities want shape {(len(truth), len(classes))}, got {probabilities.shape}")
         log_loss = float(-np.log(np.maximum(probabilities[np.arange(len(truth)), truth], 1e-15)).mean())
+        ranking = [
+            float(average_precision_score(truth == k, probabilities[:, k])) if support[k] else None for k in range(len(classes))
+        ]
         calibration_error = _calibration_error(probabilities.max(axis=1), probabilities.argmax(axis=1) == truth)
     return Metrics(
         n=len(truth),
         accuracy=float((truth == predicted).mean()),
         macro_f1=float(f1[occurring].mean()),
         per_class=tuple(
-            ClassMetrics(name, float(precision[k]), float(recall[k]), float(f1[k]), int(support[k]))
+            ClassMetrics(
+                name,
+                float(precision[k]),
+                float(recall[k]),
+                float(f1[k]),
+                int(support[k]),
+                trivial_f1=float(2 * support[k] / (support[k] + len(truth))),
+                average_precision=ranking[k],
+            )
             for k, name in enumerate(classes)
         ),
         confusion=np.asarray(confusion_matrix(truth, predicted, labels=numbers), dtype=np.int64),
@@ -110,13 +126,15 @@ def render(metrics: Metrics, console: Console) -> None:
 
     names = [_shortened(each.name) for each in metrics.per_class]
     table = Table(box=None, pad_edge=False)
-    for column in ("class", "precision", "recall", "F1", "texts"):
+    for column in ("class", "precision", "recall", "F1", "F1 if all", "avg precision", "texts"):
         table.add_column(column, justify="left" if column == "class" else "right", no_wrap=True)
     for name, each in zip(names, metrics.per_class, strict=True):
         figures = (f"{figure:.4f}" for figure in (each.precision, each.recall, each.f1))
-        table.add_row(Text(name), *figures, str(each.support))
+        ranked = "" if each.average_precision is None else f"{each.average_precision:.4f}"
+        table.add_row(Text(name), *figures, f"{each.trivial_f1:.4f}", ranked, str(each.support))
     console.print()
     console.print(table)
+    console.print(Text("F1 if all: of a classifier that gives every text this class", style="dim"))
 
     cells = [[str(count) if count else "·" for count in row] for row in metrics.confusion.tolist()]
     digits = max(len(cell) for row in cells for cell in row)

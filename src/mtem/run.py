@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtem import estimation, inference, selection
+from mtem import estimation, inference, priors, selection
 from mtem.adapted import Adapted, index_table
 from mtem.atomic import disk_errors
 from mtem.data.corpus import Corpus
 from mtem.data.splits import hold_out
+from mtem.errors import RunError
 from mtem.methods import Context, Method
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
-from mtem.models.text import TextModel
+from mtem.models.base import Model
 from mtem.progress import Progress
 from mtem.storage import (
     Checkpoints,
@@ -43,7 +44,7 @@ class Run:
 
     def __init__(
         self,
-        model: TextModel,
+        model: Any,
         kind: type[Method],
         training: TrainingSettings,
         method_settings: Any,
@@ -58,7 +59,7 @@ class Run:
         self.model, self.kind, self.settings, self.method_settings = model, kind, training, method_settings
         self.target, self.directory, self.workspace, self.progress = target, directory, workspace, progress
         self.request = request
-        self.source_rate, self.rate = find_rates(training, model.frozen_layers)
+        self.source_rate, self.rate = find_rates(training, model.default_rates())
         self.checkpoints = Checkpoints(workspace)
         self.generator = torch.Generator().manual_seed(training.seed)
         self.started = self.saved = time.monotonic()
@@ -75,6 +76,8 @@ class Run:
         self.train = np.concatenate([train, self.extra])
         self.source_domains = source.domain_numbers()[self.held]
         self.classes = source.classes
+        self.shares = np.bincount(self.labels[self.train], minlength=len(self.classes)) / len(self.train)
+        self.align = priors.Alignment()
 
     # ------------------------------------------------------------------ the course of a run
 
@@ -145,13 +148,14 @@ class Run:
         trainer = self.trainer(method, "source", self.source_steps, self.source_rate, None, "adamw", "linear")
         self.begin(trainer, method, tensors, stage=1)
         trainer.run(done)
-        self.source_weights = clone(method.weights())
+        self.source_weights = clone({**method.weights(), **head_buffers(self.model)})
         if self.directory is not None:
             write_tensors(self.workspace / "source.safetensors", self.source_weights)
 
     def adapt(self, done: int, tensors: dict[str, Tensor]) -> Method:
         """Stage 2: the method, from theta_1, with candidate 0 = theta_1."""
         load(self.model, self.source_weights)
+        self.align = self.assumed_shares()
         context = self.context(self.steps)
         torch.manual_seed(self.settings.seed * 10 + 3)  # what the method draws for its own parts
         method = self.kind(self.model, self.method_settings, context)
@@ -172,16 +176,16 @@ class Run:
         before = self.evidence()
         best = self.source_weights if step == 0 else self.best or self.read_weights(f"best-{step}")
         load(self.model, best)
-        after = self.evidence() if step else before
+        corrected = self.correct_prior()
+        after = self.evidence() if step or corrected is not None else before
         estimate = lambda seen, anchor=None: estimation.estimate_accuracy(  # noqa: E731
             seen.source_scores, seen.source_labels, seen.target_scores, source_domains=self.source_domains,
             anchor=anchor, seed=self.settings.seed,
         )  # fmt: skip
         first = estimate(before)
-        then = estimate(after, (first, before.target_scores)) if step else first
-        share = np.bincount(self.labels[self.train], minlength=len(self.classes)) / len(self.train)
+        then = first if after is before else estimate(after, (first, before.target_scores))
         told = estimation.warnings(
-            share, before.target_scores, after.target_scores, len(self.target), self.classes, held_out=len(self.held)
+            self.shares, before.target_scores, after.target_scores, len(self.target), self.classes, held_out=len(self.held)
         )
         if self.steps and step == 0:
             told.insert(
@@ -205,10 +209,11 @@ class Run:
             },
             "estimate": {"before": dataclasses.asdict(first), "after": dataclasses.asdict(then)},
             "class_shares": {
-                "source_labels": named(self.classes, share),
+                "source_labels": named(self.classes, self.shares),
                 "target_before": named(self.classes, shares(before.target_scores)),
                 "target_after": named(self.classes, shares(scores)),
             },
+            "prior": corrected,
             "warnings": told,
         }
         index = method.indexes()
@@ -221,6 +226,30 @@ class Run:
         for line in told:
             self.progress.notice(line)
         return adapted
+
+    # ------------------------------------------------------------------ class shares of the target
+
+    def assumed_shares(self) -> priors.Alignment:
+        """By the setting `prior`; what is estimated is estimated with the source model."""
+        kind = self.settings.prior
+        if kind == "none":
+            return priors.Alignment()
+        seen = self.evidence()
+        shares = priors.assumed(kind, self.shares, (seen.source_scores, seen.source_labels, seen.target_scores))
+        return priors.Alignment(torch.tensor(shares, dtype=torch.float32, device=self.model.device))
+
+    def correct_prior(self) -> dict[str, Any] | None:
+        """Give the model the biases with which its mean prediction on target texts is what is assumed."""
+        if self.align.shares is None:
+            return None
+        shares = self.align.shares.double().cpu().numpy()
+        scores = inference.score(self.model, self.target_stream.tokens, self.target_sample).scores
+        bias = priors.correction(scores, shares)
+        if self.model.head.bias is None:
+            raise RunError("prior: the encoder's head has no bias that could carry the correction; set prior=none")
+        with torch.no_grad():
+            self.model.head.bias.add_(torch.from_numpy(bias).to(self.model.head.bias))
+        return {"kind": self.settings.prior, "shares": named(self.classes, shares), "bias": named(self.classes, bias)}
 
     # ------------------------------------------------------------------ judging candidates
 
@@ -267,7 +296,15 @@ class Run:
             source_size=len(self.labeled),
             few_rows=torch.from_numpy(self.extra).to(self.model.device),
             few=self.few_stream,
+            class_weights=self.class_weights(),
+            align=self.align,
         )
+
+    def class_weights(self) -> Tensor | None:
+        if self.settings.class_weights == "none":
+            return None
+        weights = 1 / (len(self.classes) * np.maximum(self.shares, 1 / len(self.train)))
+        return torch.tensor(weights, dtype=torch.float32, device=self.model.device)
 
     def trainer(
         self, method: Method, stage: str, steps: int, rate: float, target: Stream | None,
@@ -298,6 +335,7 @@ class Run:
         for name, module in method.modules().items():
             load(module, under(tensors, f"module.{name}."))
         method.load_state({name: value.to(self.model.device) for name, value in under(tensors, "method.").items()})
+        self.align.load_state({name: value.to(self.model.device) for name, value in under(tensors, "align.").items()})
         trainer.load_state(under(tensors, "optimizer."))
         restore_random_state(tensors, self.generator)
 
@@ -308,6 +346,7 @@ class Run:
         for part, module in method.modules().items():
             tensors |= {f"module.{part}.{name}": value for name, value in module.state_dict().items()}
         tensors |= {f"method.{name}": value for name, value in method.state().items()}
+        tensors |= {f"align.{name}": value for name, value in self.align.state().items()}
         tensors |= {f"optimizer.{name}": value for name, value in trainer.state().items()}
         tensors |= random_state(self.generator)
         size = history(self.directory).stat().st_size if history(self.directory).exists() else 0
@@ -386,8 +425,13 @@ def truncate(path: Path, size: int) -> None:
         os.truncate(path, size)
 
 
-def current(model: TextModel) -> dict[str, Tensor]:
+def current(model: Model) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.trainable().items()}
+
+
+def head_buffers(model: Model) -> dict[str, Tensor]:
+    """What of the head is no parameter but may change: a correction of the prior."""
+    return {name: value for name, value in model.named_buffers() if name.startswith(model.head_path + ".")}
 
 
 def clone(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mtem import rates
+from mtem import priors, rates
 from mtem.data.batching import Batches
 from mtem.data.tokens import Tokens
 from mtem.errors import RequestError, RunError
@@ -33,12 +33,12 @@ class TrainingSettings:
     batch_size: int = setting(50, "texts in a batch, of the source and of the target", low=1)
     source_epochs: float = setting(3.0, "passes over the labeled texts before the adaptation", low=0.0)
     source_rate: float | None = setting(
-        None, "learning rate of the source training; none: 5e-5, or 5e-4 when lower layers are frozen", low=0.0
+        None, "learning rate of the source training; none: 5e-5, or 5e-4 when lower layers are frozen; bigcn 2e-3", low=0.0
     )
     epochs: float = setting(2.0, "passes over the unlabeled texts in the adaptation", low=0.0)
     steps: int | None = setting(None, "steps of the adaptation, in place of epochs", low=0)
     rate: float | None = setting(
-        None, "learning rate of the adaptation; none: 2e-5, or 2e-4 when lower layers are frozen", low=0.0
+        None, "learning rate of the adaptation; none: 2e-5, or 2e-4 when lower layers are frozen; bigcn 5e-4", low=0.0
     )
     optimizer: str = setting(
         "adamw", "of the adaptation; sgd, as in Algorithm 1, hardly moves a transformer at the usual rates",
@@ -57,6 +57,16 @@ class TrainingSettings:
         "with --target-labeled: their share of every labeled batch, the outer loop's too; none: as often as their number says",
         low=0.01,
         high=1.0,
+    )
+    class_weights: str = setting(
+        "none", "of the loss on labeled texts; balanced: rare classes count as much as frequent ones",
+        choices=("none", "balanced"),
+    )  # fmt: skip
+    prior: str = setting(
+        "none",
+        "class shares assumed of the target: pseudo labels are aligned with them, and in the end each class gets the bias that "
+        "brings the predictions there. estimated: from the unlabeled texts, where only the shares differ from the source's",
+        choices=priors.KINDS,
     )
     validation_share: float = setting(0.1, "share of the labeled texts held out", low=0.01, high=0.5)
     criterion: str = setting(DEFAULT_CRITERION, "how weights are chosen without target labels", choices=tuple(CRITERIA))
@@ -91,9 +101,9 @@ def find_precision(name: str, device: torch.device) -> torch.dtype | None:
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def find_rates(settings: TrainingSettings, frozen_layers: int) -> tuple[float, float]:
-    """(source, adaptation). A few upper layers alone have farther to go, and no pretrained layers below that could suffer."""
-    source, adaptation = (5e-4, 2e-4) if frozen_layers else (5e-5, 2e-5)
+def find_rates(settings: TrainingSettings, defaults: tuple[float, float]) -> tuple[float, float]:
+    """(source, adaptation): the settings', or where they give none the model's."""
+    source, adaptation = defaults
     return (
         source if settings.source_rate is None else settings.source_rate,
         adaptation if settings.rate is None else settings.rate,
@@ -115,10 +125,11 @@ class Stream:
             few = min(max(1, round(size * extra_share)), size)
             rows = np.setdiff1d(rows, extra)
         self.parts = []
+        bucket = 50 if getattr(tokens, "padded", True) else 1  # sorting by length is for the sake of padding alone
         if size - few > 0 and len(rows):
-            self.parts.append((rows, Batches(lengths[rows], size - few, seed)))
+            self.parts.append((rows, Batches(lengths[rows], size - few, seed, bucket)))
         if few:
-            self.parts.append((np.asarray(extra), Batches(lengths[extra], few, seed + 1)))
+            self.parts.append((np.asarray(extra), Batches(lengths[extra], few, seed + 1, bucket)))
         self.per_epoch = self.parts[0][1].batches_per_epoch
 
     def rows(self, step: int) -> np.ndarray:
@@ -187,10 +198,18 @@ class Trainer:
                     self.progress.advance(step + 1)
                 self.after(step + 1)
 
-    def update(self, loss: Tensor, between: Callable[[], None] | None = None) -> None:
-        """Backward, clipping, one optimizer step; `between` is called after the backward pass."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()
+    def update(
+        self, loss: Tensor | None, between: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
+    ) -> None:
+        """Backward, clipping, one optimizer step; what `methods.Update` says."""
+        if loss is not None:
+            self.scaler.scale(loss).backward()
+        if gradients:
+            scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+            for name, parameter in self.method.model.trainable().items():
+                if name in gradients:
+                    gradient = gradients[name] if scale == 1.0 else gradients[name] * scale
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if between is not None:
             between()
         if self.settings.clip:
@@ -198,6 +217,7 @@ class Trainer:
             self._norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)  # now, so that the next step's passes have that memory
 
     # ------------------------------------------------------------------ resuming
 

@@ -7,23 +7,17 @@ JSON lines, `<domain>.{labeled,unlabeled}.jsonl.gz`, which is also the form that
 from __future__ import annotations
 
 import codecs
-import contextlib
-import gzip
 import hashlib
 import html
 import re
-import tarfile
-import tempfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from mtem.atomic import disk_errors
 from mtem.data.corpus import text_key
-from mtem.data.files import Writer, read_rows
+from mtem.data.files import Writer, read_lines
+from mtem.data.published import Member, check_apart, make_folder, members
 from mtem.errors import RequestError
 
 SHORT_NAMES = {"kitchen_and_housewares": "kitchen", "kitchen_&_housewares": "kitchen"}
@@ -31,11 +25,7 @@ LABELS = ("positive", "negative")
 _REVIEW_FILE = re.compile(r"(?:^|/)([^/]+)/(positive|negative|unlabeled)\.review$")
 _JSON_FILE = re.compile(r"(?:^|/)([^/]+)\.(labeled|unlabeled)\.jsonl(\.gz)?$")
 _LOOKED_FOR = "<domain>/positive.review, negative.review and unlabeled.review, or <domain>.labeled.jsonl.gz"
-_ARCHIVES = ".tar.gz, .tgz, .tar.bz2, .tar.xz, .tar or .zip"
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f]")
-_ARCHIVE_ERRORS = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError)
-
-Member = tuple[str, Callable[[], BinaryIO]]
 
 
 def prepare(source: str | Path, to: str | Path) -> list[str]:
@@ -51,17 +41,10 @@ def prepare(source: str | Path, to: str | Path) -> list[str]:
     Lines that describe what was written.
     """
     source, to = Path(source), Path(to)
-    if source.resolve() == to.resolve():
-        raise RequestError(f"{to}: is also where the data comes from; name another folder to write to")
-    with _members(source) as members:
-        domains = [_read_domain(source, name, parts) for name, parts in _find(source, members).items()]
-    with disk_errors(to):
-        try:
-            to.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            if isinstance(error, (PermissionError, FileExistsError, NotADirectoryError)):
-                raise RequestError(f"{to}: cannot be made a folder ({error.strerror}); name another place") from None
-            raise
+    check_apart(source, to)
+    with members(source) as found:
+        domains = [_read_domain(source, name, parts) for name, parts in _find(source, list(found)).items()]
+    make_folder(to)
     return [line for domain in domains for line in _write_domain(domain, to)]
 
 
@@ -73,61 +56,6 @@ class _Domain:
     also_labeled: int = 0
     repeats: int = 0
     empty: int = 0
-
-
-@contextlib.contextmanager
-def _members(source: Path) -> Iterator[list[Member]]:
-    """The files of a folder or an archive: names, and how to open each."""
-    if source.is_dir():
-        paths = sorted(path for path in source.rglob("*") if path.is_file())
-        yield [(path.relative_to(source.parent).as_posix(), lambda path=path: path.open("rb")) for path in paths]
-        return
-    if not source.exists():
-        raise RequestError(f"{source}: no such file or folder; give the dataset's archive or its unpacked folder")
-    try:
-        if zipfile.is_zipfile(source):
-            with zipfile.ZipFile(source) as archive:
-                yield [(entry.filename, lambda entry=entry: archive.open(entry)) for entry in _zip_entries(source, archive)]
-        else:
-            with tarfile.open(source, "r:*") as tar:
-                yield [(entry.name, lambda entry=entry: _tar_stream(tar, entry)) for entry in _tar_entries(source, tar)]
-    except _ARCHIVE_ERRORS as error:
-        reason = " ".join(str(error).split())[:100]
-        raise RequestError(f"{source}: not a readable archive ({reason}); give {_ARCHIVES}, or the folder") from None
-    except OSError as error:
-        if error.errno is None or isinstance(error, PermissionError):
-            raise RequestError(f"{source}: cannot be read ({error}); give {_ARCHIVES}, or the folder") from None
-        raise
-
-
-def _tar_stream(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> BinaryIO:
-    stream = tar.extractfile(entry)
-    assert stream is not None  # only plain files are listed
-    return stream  # type: ignore[return-value]
-
-
-def _tar_entries(source: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    for entry in tar.getmembers():
-        _check_name(source, entry.name)
-        if entry.issym() or entry.islnk():
-            raise RequestError(f"{source}: holds a link, {entry.name!r}; such archives are refused: pack plain files")
-        if entry.isfile():
-            yield entry
-
-
-def _zip_entries(source: Path, archive: zipfile.ZipFile) -> Iterator[zipfile.ZipInfo]:
-    for entry in archive.infolist():
-        _check_name(source, entry.filename)
-        if (entry.external_attr >> 16) & 0o170000 == 0o120000:
-            raise RequestError(f"{source}: holds a link, {entry.filename!r}; such archives are refused: pack plain files")
-        if not entry.is_dir():
-            yield entry
-
-
-def _check_name(source: Path, name: str) -> None:
-    path = PurePosixPath(name.replace("\\", "/"))
-    if path.is_absolute() or ".." in path.parts or re.match(r"[A-Za-z]:", name):
-        raise RequestError(f"{source}: holds {name!r}, a path that leads out of the archive; such archives are refused")
 
 
 def _find(source: Path, members: list[Member]) -> dict[str, dict[str, Member]]:
@@ -224,17 +152,9 @@ def _id(record: dict[str, Any], domain: str, text: str) -> str:
 
 
 def _records(source: Path, member: Member) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON lines of a member; those of an archive pass through a temporary file, so that one reader does for both."""
     name, opener = member
-    if source.is_dir():
-        yield from read_rows(source.parent / name)
-        return
-    with tempfile.TemporaryDirectory(prefix="mtem-") as folder:
-        path = Path(folder) / PurePosixPath(name).name
-        with disk_errors(folder), opener() as stream, path.open("wb") as copy:
-            while piece := stream.read(1 << 20):
-                copy.write(piece)
-        yield from read_rows(path)
+    with opener() as stream:
+        yield from read_lines(f"{source}: {name}", stream)
 
 
 def _reviews(source: Path, member: Member) -> Iterator[dict[str, str]]:

@@ -1,8 +1,7 @@
-"""Labeled or unlabeled texts of one or several domains, in one type, and what makes them fit for an adaptation."""
+"""Labeled or unlabeled examples of one or several domains, texts or threads, and what makes them fit for an adaptation."""
 
 from __future__ import annotations
 
-import math
 import numbers
 import re
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mtem.data.cache import cache_folder, fingerprint_of, stored_table
+from mtem.data.cells import encodable
+from mtem.data.trees import Tree, dump, parse
 from mtem.errors import RequestError
 
 _BATCH_ROWS = 8192
@@ -31,21 +32,22 @@ def text_key(text: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Texts in the order of their files. Immutable.
+    """Texts, or threads of them, in the order of their files. Immutable.
 
     Attributes
     ----------
     table
-        Columns `text`, `label` (string; absent when unlabeled), `domain` (dictionary-encoded), `row` (where the text stood
-        in its file) and `file` (which of `files` that is).
+        Columns `text` (of a thread: its root's), `tree` (`trees.dump`; only where the examples are threads), `label` (string;
+        absent when unlabeled), `domain` (dictionary-encoded), `row` (where the text stood in its file) and `file` (which of
+        `files` that is).
     name
         The file names, for messages.
     fingerprint
-        sha256 over texts and labels.
+        sha256 over texts, trees and labels.
     notices
         What a person should know about the data, one line each.
     files
-        One entry per file: path, name, domain, sha256, rows kept, text_column, label_column, texts (sha256 of the texts).
+        One entry per file: path, name, domain, sha256, rows kept, text_column, label_column, texts (their sha256).
     """
 
     table: pa.Table
@@ -60,29 +62,50 @@ class Corpus:
 
     def __repr__(self) -> str:
         classes = f", classes {list(self.classes)}" if self.labeled else ", unlabeled"
-        return f"Corpus({self.name!r}, {len(self)} texts{classes}, domains {self.domains})"
+        return f"Corpus({self.name!r}, {len(self)} {'threads' if self.threaded else 'texts'}{classes}, domains {self.domains})"
 
     @property
     def labeled(self) -> bool:
         return "label" in self.table.column_names
 
+    @property
+    def threaded(self) -> bool:
+        """Whether the examples are threads: trees of posts and not single texts."""
+        return "tree" in self.table.column_names
+
     @cached_property
-    def _starts(self) -> np.ndarray:
-        return np.cumsum([0] + [len(chunk) for chunk in self.table.column("text").chunks])
+    def _starts(self) -> dict[str, np.ndarray]:
+        """Where the chunks of the columns with texts begin; they need not be the same chunks."""
+        columns = ((name, self.table.column(name)) for name in self._long)
+        return {name: np.cumsum([0] + [len(chunk) for chunk in column.chunks]) for name, column in columns}
+
+    @property
+    def _long(self) -> list[str]:
+        """The columns that may be too large for memory."""
+        return ["text", "tree"] if self.threaded else ["text"]
+
+    def _strings(self, name: str, indices: Iterable[int] | None) -> list[str]:
+        column = self.table.column(name)
+        if indices is None:
+            return column.to_pylist()
+        # Looked up one by one: taking from a chunked column would first copy all of it into memory.
+        indices = _indices(indices, len(self))
+        chunks = np.searchsorted(self._starts[name], indices, side="right") - 1
+        offsets = indices - self._starts[name][chunks]
+        return [column.chunk(c)[o].as_py() for c, o in zip(chunks.tolist(), offsets.tolist(), strict=True)]
 
     def text(self, i: int) -> str:
         return self.texts([i])[0]
 
     def texts(self, indices: Iterable[int] | None = None) -> list[str]:
-        """The texts at `indices` (all without it), in that order."""
-        column = self.table.column("text")
-        if indices is None:
-            return column.to_pylist()
-        # Looked up one by one: taking from a chunked column would first copy all of it into memory.
-        indices = _indices(indices, len(self))
-        chunks = np.searchsorted(self._starts, indices, side="right") - 1
-        offsets = indices - self._starts[chunks]
-        return [column.chunk(c)[o].as_py() for c, o in zip(chunks.tolist(), offsets.tolist(), strict=True)]
+        """The texts at `indices` (all without it), in that order; of threads, the roots'."""
+        return self._strings("text", indices)
+
+    def trees(self, indices: Iterable[int] | None = None) -> list[Tree]:
+        """The threads at `indices` (all without it), in that order; a text alone is a thread without replies."""
+        if not self.threaded:
+            return [Tree([text], [-1]) for text in self.texts(indices)]
+        return [parse(string) for string in self._strings("tree", indices)]
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -151,20 +174,38 @@ class Corpus:
         """The corpus of the texts at `indices`, in that order."""
         indices = _indices(indices, len(self))
         fingerprint = fingerprint_of(self.fingerprint, indices.tobytes())
-        others = [name for name in self.table.column_names if name != "text"]
+        others = [name for name in self.table.column_names if name not in self._long]
         # Numbers and short strings: cheap to take. The texts follow in pieces.
         rest = self.table.select(others).take(pa.array(indices)).combine_chunks()
-        schema = pa.schema([("text", pa.large_string())])
         pieces = (
-            pa.record_batch([pa.array(self.texts(indices[start : start + _BATCH_ROWS]), pa.large_string())], schema=schema)
+            [self._strings(name, indices[start : start + _BATCH_ROWS]) for name in self._long]
             for start in range(0, len(indices), _BATCH_ROWS)
         )
-        if self.table.column("text").nbytes * len(indices) > _IN_MEMORY * max(1, len(self)):
-            texts = stored_table(cache_folder("corpora", self.cache) / f"{fingerprint}.arrow", schema, pieces)
-        else:
-            texts = pa.Table.from_batches(pieces, schema=schema)
-        table = rest.add_column(0, "text", texts.column("text"))
-        return replace(self, table=table, fingerprint=fingerprint)
+        size = sum(self.table.column(name).nbytes for name in self._long) * len(indices) // max(1, len(self))
+        strings = self._stored(fingerprint, self._long, pieces, size)
+        for place, name in enumerate(self._long):
+            rest = rest.add_column(place, name, strings.column(name))
+        return replace(self, table=rest, fingerprint=fingerprint)
+
+    def _stored(self, address: str, names: list[str], pieces: Iterable[list[list[str]]], size: int) -> pa.Table:
+        """A table of strings, given in pieces: in memory if its `size` in bytes allows, else in the cache."""
+        schema = pa.schema([(name, pa.large_string()) for name in names])
+        batches = (pa.record_batch([pa.array(c, pa.large_string()) for c in piece], schema=schema) for piece in pieces)
+        if size > _IN_MEMORY:
+            return stored_table(cache_folder("corpora", self.cache) / f"{address}.arrow", schema, batches)
+        return pa.Table.from_batches(batches, schema=schema)
+
+    def _with_trees(self) -> Corpus:
+        """The same texts as threads, those that are none as threads without replies."""
+        if self.threaded:
+            return self
+        fingerprint = fingerprint_of(self.fingerprint, "trees")
+        pieces = (
+            [[dump(tree) for tree in self.trees(range(start, min(start + _BATCH_ROWS, len(self))))]]
+            for start in range(0, len(self), _BATCH_ROWS)
+        )
+        column = self._stored(fingerprint, ["tree"], pieces, self.table.column("text").nbytes).column("tree")
+        return replace(self, table=self.table.add_column(1, "tree", column), fingerprint=fingerprint)
 
     def unlabeled(self) -> Corpus:
         """The same texts without their labels."""
@@ -175,7 +216,7 @@ class Corpus:
 
     @staticmethod
     def concatenate(corpora: Iterable[Corpus]) -> Corpus:
-        """All texts of several corpora, one after the other; labeled only if every one of them is."""
+        """All examples of several corpora, one after the other; labeled only if every one of them is, threads if any is."""
         corpora = list(corpora)
         if len(corpora) == 1:
             return corpora[0]
@@ -183,6 +224,8 @@ class Corpus:
             raise RequestError("no data given; name at least one file")
         if any(c.labeled for c in corpora) and not all(c.labeled for c in corpora):
             corpora = [c.unlabeled() for c in corpora]
+        if any(c.threaded for c in corpora):
+            corpora = [c._with_trees() for c in corpora]
         tables, entries = [], []
         for corpus in corpora:
             place = corpus.table.column_names.index("file")
@@ -261,25 +304,9 @@ def _indices(indices: Iterable[int], length: int) -> np.ndarray:
     return found
 
 
-def encodable(text: str) -> str:
-    """The text, with U+FFFD for halves of surrogate pairs: JSON can spell them, UTF-8 and Arrow cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def domain_column(domain: str, length: int) -> pa.DictionaryArray:
     """The column `domain` of a table whose texts are all of one."""
     return pa.DictionaryArray.from_arrays(pa.array(np.zeros(length, np.int32)), pa.array([domain], pa.string()))
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a cell is empty by the rules of Python, numpy or pandas."""
-    if value is None or type(value).__name__ in ("NAType", "NaTType"):
-        return True
-    return isinstance(value, numbers.Real) and math.isnan(value)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -75,6 +75,12 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield row, dict(zip(names, fields, strict=True))
 
 
+def read_lines(name: str, stream: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As `read_rows`, from JSON lines that are open already, such as a member of an archive; `name` tells if they are gzipped."""
+    _, zipped = kind_of(name)
+    yield from _json_rows(name, gzip.GzipFile(fileobj=stream) if zipped else stream)  # type: ignore[arg-type]
+
+
 def columns(path: str | Path) -> list[str]:
     """The names of the columns: the header, the Parquet schema, or the keys of the first JSON line."""
     kind, _ = kind_of(path)

@@ -1,4 +1,4 @@
-"""Corpora from whatever the user has the texts in.
+"""Corpora from whatever the user has the texts, or threads of them, in.
 
 Files are streamed once into an Arrow file in the cache, addressed by their content, and memory-mapped from there: a
 corpus of a million texts takes next to no memory and the second load next to no time.
@@ -7,19 +7,22 @@ corpus of a million texts takes next to no memory and the second load next to no
 from __future__ import annotations
 
 import hashlib
+import itertools
 import numbers
+import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from mtem.data import files
+from mtem.data import files, trees
 from mtem.data.cache import cache_folder, file_fingerprint, fingerprint_of, stored_table
-from mtem.data.corpus import Corpus, domain_column, encodable, is_missing, label_name, listed
+from mtem.data.cells import is_missing, text_of
+from mtem.data.corpus import Corpus, domain_column, label_name, listed
 from mtem.errors import RequestError
 
 TEXT_COLUMNS = (
@@ -31,9 +34,10 @@ LABEL_COLUMNS = (
     "rating", "stars", "intent", "topic",
 )  # fmt: skip
 
-_FORMAT = "1"  # part of every cache address: raise it when what is written changes
+_FORMAT = "2"  # part of every cache address: raise it when what is written changes
 _BATCH_ROWS = 8192
 _BATCH_CHARACTERS = 1 << 25
+_POSTS = re.compile(r"\s*\[\s*\{")  # how JSON that spells a list of objects begins
 
 
 def load_corpus(
@@ -53,11 +57,13 @@ def load_corpus(
     data
         A path; a pandas DataFrame; a Hugging Face Dataset; a list of texts; a pair (texts, labels); a Corpus; a list of any
         of these; or a dict that gives each a domain name. A string alone is a path; a list of strings are paths if they all
-        look like data files or one of them exists, else texts.
+        look like data files or one of them exists, else texts. A table with a column `nodes` of lists holds threads (see
+        `mtem.data.trees`); in lists a thread, as a dict with `nodes` and maybe `label` or as a Tree, stands where a text would.
     labeled
         Whether labels are wanted. If not, a label column is ignored and a notice says so.
     text_column, label_column
-        Without them the usual names are looked for, whatever their case.
+        Without them the usual names are looked for, whatever their case. A text column that is named makes texts of a table
+        of threads.
     domain
         Without it the name of the file, without its extensions.
     name
@@ -86,6 +92,8 @@ def _load(data: Any, request: _Request) -> Corpus:
         return _from_corpus(data, request)
     if isinstance(data, (str, Path)):
         return _from_file(data, request)
+    if isinstance(data, trees.Tree):
+        data = [data]
     if isinstance(data, Mapping):
         if not data:
             raise RequestError("no data given; name at least one file")
@@ -97,7 +105,7 @@ def _load(data: Any, request: _Request) -> Corpus:
     if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], (str, Path, Mapping)):
         texts, labels = _as_list(data[0]), _as_list(data[1])
         if texts is not None and labels is not None and not any(_is_data(item) for item in texts[:1]):
-            return _from_texts(texts, labels, request)
+            return _from_list(texts, labels, request)
     items = _as_list(data)
     if items is None:
         raise RequestError(f"cannot read texts from a {type(data).__name__}; give a path, a list of texts, or a data frame")
@@ -106,7 +114,7 @@ def _load(data: Any, request: _Request) -> Corpus:
     strings = all(isinstance(item, str) for item in items)
     if any(map(_is_data, items)) or (strings and (all(map(_path_like, items)) or any(map(_is_file, items)))):
         return Corpus.concatenate(_load(item, request) for item in items)
-    return _from_texts(items, None, request)
+    return _from_list(items, None, request)
 
 
 def _as_list(data: Any) -> list[Any] | None:
@@ -117,7 +125,7 @@ def _as_list(data: Any) -> list[Any] | None:
 
 def _is_data(item: Any) -> bool:
     """Whether an item of a list is data of its own; a pair of strings is not: more likely it is meant as (text, label)."""
-    if isinstance(item, tuple):
+    if isinstance(item, tuple) and not isinstance(item, trees.Tree):
         return len(item) == 2 and not any(isinstance(part, str) for part in item)
     return isinstance(item, (Path, Corpus)) or (hasattr(item, "columns") and hasattr(item, "iloc")) or _is_dataset(item)
 
@@ -160,10 +168,12 @@ def _from_corpus(corpus: Corpus, request: _Request) -> Corpus:
 def _from_file(path: str | Path, request: _Request) -> Corpus:
     files.kind_of(path)
     sha256 = file_fingerprint(path)
-    text_column, label_column = _columns(str(path), files.columns(path), request)
-    address = fingerprint_of(_FORMAT, sha256, text_column, label_column or "", str(request.labeled))
+    columns = _columns(
+        str(path), files.columns(path), request, lambda: (record.get(trees.NODES) for _, record in files.read_rows(path))
+    )
+    address = fingerprint_of(_FORMAT, sha256, columns.example, columns.label or "", str(request.labeled))
     stored = cache_folder("corpora", request.cache) / f"{address}.arrow"
-    reading = _Reading(str(path), text_column, label_column, request.labeled)
+    reading = _Reading(str(path), columns, request)
     table = stored_table(stored, reading.schema, reading.batches(files.read_rows(path)), reading.metadata)
     name = Path(path).name
     return _corpus(table, reading, request, name=name, domain=files.bare_name(path), path=str(path), sha256=sha256)
@@ -172,23 +182,24 @@ def _from_file(path: str | Path, request: _Request) -> Corpus:
 def _from_dataset(data: Any, request: _Request) -> Corpus:
     name = request.name or "dataset"
     names = list(data.column_names or data.features or [])
-    text_column, label_column = _columns(name, names, request)
-    wanted = [text_column] + ([label_column] if label_column else [])
-    classes = getattr((data.features or {}).get(label_column), "names", None) if label_column else None
+    columns = _columns(name, names, request, lambda: _nodes(data))
+    wanted = columns.wanted(names)
+    label = columns.label
+    classes = getattr((data.features or {}).get(label), "names", None) if label else None
 
     def rows() -> Iterator[tuple[int, dict[str, Any]]]:
         row = 0
         for batch in data.select_columns(wanted).iter(batch_size=1000):
             for values in zip(*(batch[column] for column in wanted), strict=True):
                 record = dict(zip(wanted, values, strict=True))
-                if classes and isinstance(record[label_column], numbers.Integral):
+                if classes and isinstance(record[label], numbers.Integral):
                     # Datasets write -1 where the class is unknown.
-                    number = int(record[label_column])
-                    record[label_column] = classes[number] if 0 <= number < len(classes) else None
+                    number = int(record[label])
+                    record[label] = classes[number] if 0 <= number < len(classes) else None
                 yield row, record
                 row += 1
 
-    reading = _Reading(name, text_column, label_column, request.labeled)
+    reading = _Reading(name, columns, request)
     known = getattr(data, "_fingerprint", None)
     if known:
         address = fingerprint_of(_FORMAT, "dataset", str(known), *wanted, str(request.labeled), *(classes or []))
@@ -199,15 +210,44 @@ def _from_dataset(data: Any, request: _Request) -> Corpus:
     return _corpus(table, reading, request, name=name, domain=name)
 
 
+def _nodes(data: Any) -> Iterator[Any]:
+    for batch in data.select_columns([trees.NODES]).iter(batch_size=1):
+        yield from batch[trees.NODES]
+
+
 def _from_frame(data: Any, request: _Request) -> Corpus:
     name = request.name or "data frame"
-    text_column, label_column = _columns(name, [str(column) for column in data.columns], request)
-    chosen = [text_column] + ([label_column] if label_column else [])
     places = {str(column): place for place, column in enumerate(data.columns)}
+    columns = _columns(name, list(places), request, lambda: data.iloc[:1, places[trees.NODES]].tolist())
+    chosen = columns.wanted(places)
     values = [data.iloc[:, places[column]].tolist() for column in chosen]
     rows = ((row, dict(zip(chosen, cells, strict=True))) for row, cells in enumerate(zip(*values, strict=True)))
-    reading = _Reading(name, text_column, label_column, request.labeled)
+    reading = _Reading(name, columns, request)
     return _corpus(reading.in_memory(rows), reading, request, name=name, domain=name)
+
+
+def _from_list(items: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
+    first = items[0] if items else None
+    if isinstance(first, trees.Tree) or (isinstance(first, Mapping) and trees.NODES in first):
+        return _from_threads(items, labels, request)
+    return _from_texts(items, labels, request)
+
+
+def _from_threads(threads: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
+    name = request.name or "threads"
+    if labels is not None and len(labels) != len(threads):
+        raise RequestError(f"{name}: {len(threads)} threads but {len(labels)} labels; give one label per thread")
+    records: list[dict[str, Any]] = []
+    for row, thread in enumerate(threads):
+        if not isinstance(thread, (trees.Tree, Mapping)):
+            raise RequestError(f"{name}: row {row}: is a {type(thread).__name__} and row 0 a thread; give threads alone")
+        record = {trees.NODES: thread} if isinstance(thread, trees.Tree) else dict(thread)
+        records.append(record if labels is None else {**record, "label": labels[row]})
+    named = request.label_column if labels is None else "label"
+    label = find_column(records[0], "label", named, name, needed=request.labeled, taken=trees.NODES)
+    columns = _Columns(trees.NODES, label, threaded=True)
+    reading = _Reading(name, columns, request)
+    return _corpus(reading.in_memory(enumerate(records)), reading, request, name=name, domain=name)
 
 
 def _from_texts(texts: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
@@ -219,7 +259,7 @@ def _from_texts(texts: list[Any], labels: list[Any] | None, request: _Request) -
     names = ["text"] if labels is None else ["text", "label"]
     cells = [texts] if labels is None else [texts, labels]
     rows = ((row, dict(zip(names, values, strict=True))) for row, values in enumerate(zip(*cells, strict=True)))
-    reading = _Reading(name, "text", None if labels is None else "label", request.labeled)
+    reading = _Reading(name, _Columns("text", None if labels is None else "label"), request)
     return _corpus(reading.in_memory(rows), reading, request, name=name, domain=name)
 
 
@@ -253,23 +293,54 @@ def find_column(
     return None
 
 
-def _columns(name: str, columns: list[str], request: _Request) -> tuple[str, str | None]:
-    """The text and the label column; the label column may be absent if labels are not wanted."""
+def example_column(path: str | Path, text_column: str | None = None) -> tuple[str, bool]:
+    """The column of a file that holds the texts, or the posts of threads; and whether it is these."""
+    request = _Request(False, text_column, None, None, None, None)
+    rows = (record.get(trees.NODES) for _, record in files.read_rows(path))
+    columns = _columns(str(path), files.columns(path), request, lambda: rows)
+    return columns.example, columns.threaded
+
+
+class _Columns(NamedTuple):
+    example: str  # what holds the text, or the posts of the thread
+    label: str | None
+    threaded: bool = False
+
+    def wanted(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that matter."""
+        matter = (self.example, self.label, "id" if self.threaded else None)
+        return [name for name in dict.fromkeys(matter) if name in names]
+
+
+def _columns(name: str, columns: list[str], request: _Request, nodes: Callable[[], Iterable[Any]]) -> _Columns:
+    """Which columns to read; the label column may be absent if labels are not wanted.
+
+    Where no text column is named and a column `nodes` begins with a list (or with JSON that spells one of objects), threads
+    are meant. `nodes` gives what is in that column.
+    """
+    if request.text_column in (None, trees.NODES) and trees.NODES in columns:
+        for value in itertools.islice(nodes(), 1):
+            if _POSTS.match(value) if isinstance(value, str) else isinstance(value, (list, tuple, np.ndarray)):
+                label = find_column(columns, "label", request.label_column, name, needed=request.labeled, taken=trees.NODES)
+                return _Columns(trees.NODES, label, threaded=True)
     text = find_column(columns, "text", request.text_column, name, taken=request.label_column)
     assert text is not None
-    return text, find_column(columns, "label", request.label_column, name, needed=request.labeled, taken=text)
+    return _Columns(text, find_column(columns, "label", request.label_column, name, needed=request.labeled, taken=text))
 
 
 class _Reading:
     """Records on their way into a table: cleaned, checked, counted."""
 
-    def __init__(self, name: str, text_column: str, label_column: str | None, labeled: bool):
+    def __init__(self, name: str, columns: _Columns, request: _Request):
         self.name = name
-        self.text_column = text_column
-        self.label_column = label_column
-        self.labeled = labeled
-        label = [("label", pa.string())] if labeled else []
-        self.schema = pa.schema([("text", pa.large_string()), *label, ("row", pa.int64())])
+        self.columns = columns
+        self.labeled = request.labeled
+        self.text_named = request.text_column is not None
+        self.repairs = trees.Repairs()
+        self._threads: dict[int, int] = {}
+        long = ["text", "tree"] if columns.threaded else ["text"]
+        label = [("label", pa.string())] if self.labeled else []
+        self.schema = pa.schema([*((column, pa.large_string()) for column in long), *label, ("row", pa.int64())])
         self.metadata: dict[str, str] = {}
 
     def in_memory(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> pa.Table:
@@ -277,9 +348,7 @@ class _Reading:
         return table.replace_schema_metadata(self.metadata)
 
     def batches(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[pa.RecordBatch]:
-        texts: list[str] = []
-        labels: list[str] = []
-        kept: list[int] = []
+        cells: dict[str, list[Any]] = {column: [] for column in self.schema.names}
         characters = read = empty = first_empty = 0
         # Eight bytes of digest per text, and a number per label, find the repeats of a million texts in a few megabytes.
         digests, places, codes = array("Q"), array("q"), array("i")
@@ -287,85 +356,94 @@ class _Reading:
         texts_sha, labels_sha = hashlib.sha256(), hashlib.sha256()
 
         def batch() -> pa.RecordBatch:
-            columns = [pa.array(texts, pa.large_string()), pa.array(kept, pa.int64())]
-            if self.labeled:
-                columns.insert(1, pa.array(labels, pa.string()))
-            return pa.record_batch(columns, schema=self.schema)
+            return pa.record_batch([pa.array(cells[each.name], each.type) for each in self.schema], schema=self.schema)
 
         for row, record in rows:
             read += 1
-            text = self._text(row, record.get(self.text_column))
-            if text is None:
+            text, tree = self._thread(row, record) if self.columns.threaded else (self._text(row, record), "")
+            if not text and not tree:
                 empty += 1
                 first_empty = row if empty == 1 else first_empty
                 continue
-            label = self._label(row, record.get(self.label_column)) if self.labeled else ""
-            encoded = text.encode()
-            digests.append(int.from_bytes(hashlib.blake2b(encoded.strip(), digest_size=8).digest(), "little"))
+            label = self._label(row, record.get(self.columns.label)) if self.labeled else ""
+            # A thread is found again by its root; one whose root has no text, as a whole.
+            digests.append(_digest(text.strip() or tree))
             places.append(row)
+            encoded = (tree or text).encode()
             texts_sha.update(len(encoded).to_bytes(8, "little") + encoded)
-            texts.append(text)
-            kept.append(row)
             if self.labeled:
-                labels.append(label)
                 codes.append(numbers_of.setdefault(label, len(numbers_of)))
                 labels_sha.update(label.encode() + b"\0")
-            characters += len(text)
-            if len(texts) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+            values = {"text": text, "tree": tree, "label": label, "row": row}
+            for column, column_cells in cells.items():
+                column_cells.append(values[column])
+            characters += len(text) + len(tree)
+            if len(cells["row"]) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
                 yield batch()
-                texts, labels, kept, characters = [], [], [], 0
-        if texts:
+                cells, characters = {column: [] for column in cells}, 0
+        if cells["row"]:
             yield batch()
+        what, column = ("thread", "") if self.columns.threaded else ("text", f", column {self.columns.example!r}")
         if not read:
-            raise RequestError(f"{self.name}: holds no rows; give at least one text")
+            raise RequestError(f"{self.name}: holds no rows; give at least one {what}")
         if read == empty:
-            raise RequestError(
-                f"{self.name}: row {first_empty}, column {self.text_column!r}: all {read} texts are empty; "
-                "name another column with --text-column"
-            )
+            advice = "the posts need a 'text'" if self.columns.threaded else "name another column with --text-column"
+            raise RequestError(f"{self.name}: row {first_empty}{column}: all {read} {what}s are empty; {advice}")
         notices = []
         if empty:
-            notices.append(f"{_count(empty, 'empty text')} dropped (first: row {first_empty}, column {self.text_column!r})")
-        notices += _repeats(np.frombuffer(digests, np.uint64), np.frombuffer(places, np.int64), codes)
-        if self.label_column is not None and not self.labeled:
-            notices.append(f"column {self.label_column!r} is ignored: this data is used without labels")
+            notices.append(f"{_count(empty, f'empty {what}')} dropped (first: row {first_empty}{column})")
+        notices += self.repairs.notices(inside=self.name)
+        what = "repeated root text" if self.columns.threaded else "repeated text"
+        notices += _repeats(np.frombuffer(digests, np.uint64), np.frombuffer(places, np.int64), codes, what)
+        if self.columns.label is not None and not self.labeled:
+            notices.append(f"column {self.columns.label!r} is ignored: this data is used without labels")
         self.metadata.update(
             notices="\n".join(notices),
             texts=texts_sha.hexdigest(),
             fingerprint=fingerprint_of(texts_sha.hexdigest(), labels_sha.hexdigest() if self.labeled else ""),
         )
 
-    def _text(self, row: int, value: Any) -> str | None:
-        """The text in a cell, None where there is none."""
-        if is_missing(value):
-            return None
-        if isinstance(value, bytes):
-            try:
-                value = value.decode()
-            except UnicodeDecodeError as error:
+    def _thread(self, row: int, record: dict[str, Any]) -> tuple[str, str]:
+        """The root's text and the tree, both "" if the thread has no text."""
+        tree, repairs = trees.read(record, f"{self.name}: row {row}")
+        if not is_missing(record.get("id")):
+            earlier = self._threads.setdefault(_digest(str(record["id"])), row)
+            if earlier != row:
                 raise RequestError(
-                    f"{self.name}: row {row}, column {self.text_column!r}: byte 0x{value[error.start]:02X} is not UTF-8"
-                ) from None
-        if isinstance(value, (bool, numbers.Number, np.generic)):
-            value = str(value)
-        if not isinstance(value, str):
+                    f"{self.name}: row {row}, thread {str(record['id'])!r}: row {earlier} is a thread of that id already; "
+                    "remove one of them"
+                )
+        if tree.blank:
+            return "", ""
+        self.repairs += repairs
+        return tree.texts[0], trees.dump(tree)
+
+    def _text(self, row: int, record: dict[str, Any]) -> str:
+        """The text of a record, "" where there is none."""
+        if not self.text_named and isinstance(record.get(trees.NODES), list):
             raise RequestError(
-                f"{self.name}: row {row}, column {self.text_column!r}: is a {type(value).__name__}, not a text; "
-                "name another column with --text-column"
+                f"{self.name}: row {row}: is a thread (it has {trees.NODES!r}) and the first row is a text; "
+                "put threads and texts into files of their own, or name the column to read with --text-column"
             )
-        text = value.replace("\0", "")
-        return encodable(text) if text.strip() else None
+        value = record.get(self.columns.example)
+        place = f"{self.name}: row {row}, column {self.columns.example!r}"
+        try:
+            return text_of(value)
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{place}: byte 0x{value[error.start]:02X} is not UTF-8") from None
+        except TypeError as error:
+            raise RequestError(f"{place}: {error}; name another column with --text-column") from None
 
     def _label(self, row: int, value: Any) -> str:
         if isinstance(value, (list, dict)):
             raise RequestError(
-                f"{self.name}: row {row}, column {self.label_column!r}: is a {type(value).__name__}, not a label; "
+                f"{self.name}: row {row}, column {self.columns.label!r}: is a {type(value).__name__}, not a label; "
                 "name another column with --label-column"
             )
         label = "" if is_missing(value) else label_name(value)
         if not label or label.casefold() in ("nan", "<na>"):
             raise RequestError(
-                f"{self.name}: row {row}, column {self.label_column!r}: the label is missing; "
+                f"{self.name}: row {row}, column {self.columns.label!r}: the label is missing; "
                 "fill it in, remove the row, or name another column with --label-column"
             )
         return label
@@ -389,8 +467,8 @@ def _corpus(
         "domain": domain,
         "sha256": sha256,
         "rows": table.num_rows,
-        "text_column": reading.text_column,
-        "label_column": reading.label_column if request.labeled else None,
+        "text_column": reading.columns.example,
+        "label_column": reading.columns.label if request.labeled else None,
         "texts": metadata["texts"],
     }
     table = table.replace_schema_metadata(None)
@@ -400,7 +478,11 @@ def _corpus(
     return Corpus(table, name, metadata["fingerprint"], notices, (entry,), request.cache)
 
 
-def _repeats(digests: np.ndarray, rows: np.ndarray, codes: array[int]) -> list[str]:
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _repeats(digests: np.ndarray, rows: np.ndarray, codes: array[int], what: str) -> list[str]:
     """Notices about texts that occur more than once, and about those of them with different labels."""
     order = np.argsort(digests, kind="stable")
     same = digests[order[1:]] == digests[order[:-1]]
@@ -409,7 +491,7 @@ def _repeats(digests: np.ndarray, rows: np.ndarray, codes: array[int]) -> list[s
         later = order[1:][same]
         first = later.min()
         earlier = order[:-1][same][later.argmin()]
-        notices.append(f"{_count(len(later), 'repeated text')} kept (first: rows {rows[earlier]} and {rows[first]})")
+        notices.append(f"{_count(len(later), what)} kept (first: rows {rows[earlier]} and {rows[first]})")
     if len(codes) and same.any():
         label = np.frombuffer(codes, np.int32)
         differ = same & (label[order[1:]] != label[order[:-1]])
@@ -417,8 +499,7 @@ def _repeats(digests: np.ndarray, rows: np.ndarray, codes: array[int]) -> list[s
             later = order[1:][differ]
             earlier = order[:-1][differ][later.argmin()]
             notices.append(
-                f"{_count(len(later), 'repeated text')} with different labels "
-                f"(first: rows {rows[earlier]} and {rows[later.min()]})"
+                f"{_count(len(later), what)} with different labels (first: rows {rows[earlier]} and {rows[later.min()]})"
             )
     return notices
 

@@ -1,7 +1,7 @@
 """The contract of a method, and where they are found by name.
 
 A method is one file: a settings dataclass and a subclass of `Method`. It sees batches and a model, never a file. To add one,
-write the file and name it in `METHODS`.
+write the file and name it in `METHODS` (docs/adding-a-method.md), or give its path in the place of a name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -17,9 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtem.errors import RequestError
+from mtem.priors import Alignment
 
 # name on the command line -> module of this package
-METHODS = {"mtem": "mtem", "source-only": "source_only"}
+METHODS = {
+    "mtem": "mtem",
+    "source-only": "source_only",
+    "dann": "dann",
+    "fixmatch": "fixmatch",
+    "cst": "cst",
+    "mme": "mme",
+    "biat": "biat",
+    "wind": "wind",
+}
 
 
 class Batch(NamedTuple):
@@ -43,12 +56,19 @@ class Context:
     few_rows: Tensor | None = None  # which of those rows are the target's
     few: Callable[[int], Batch] | None = None  # batches of those alone, by step number; None: there are none
     class_weights: Tensor | None = None  # of the cross-entropy
+    align: Alignment = dataclasses.field(default_factory=Alignment)  # scores that pseudo labels are to be drawn from
 
 
 class Update(Protocol):
-    """Backward, clipping, one optimizer step. `between` is called after the backward pass, before the step."""
+    """Backward, clipping, one optimizer step.
 
-    def __call__(self, loss: Tensor, between: Callable[[], None] | None = None) -> None: ...
+    `between` is called after the backward pass, before the step. `gradients` of the model's parameters that are known already
+    are added to those of the loss, which may then be None.
+    """
+
+    def __call__(
+        self, loss: Tensor | None, between: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
+    ) -> None: ...
 
 
 class Method:
@@ -106,15 +126,34 @@ class Method:
 
 
 def get(name: str) -> type[Method]:
-    """The method of that name."""
+    """The method of that name, or the one in a file of the user's own (a path that ends in .py)."""
+    if name.endswith(".py"):
+        return _from_file(Path(name))
     if name not in METHODS:
-        raise RequestError(f"unknown method '{name}': there are {', '.join(METHODS)}")
+        raise RequestError(f"unknown method '{name}': there are {', '.join(METHODS)}, or give a file of your own: NAME.py")
     module = importlib.import_module(f"mtem.methods.{METHODS[name]}")
-    return next(
-        kind
-        for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, Method) and getattr(kind, "name", None) == name
-    )
+    return next(kind for kind in _methods_of(module) if kind.name == name)
+
+
+def _from_file(path: Path) -> type[Method]:
+    if not path.is_file():
+        raise RequestError(f"{path}: no such file; --method takes a name or a Python file with a method in it")
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        raise RequestError(f"{path}: cannot be imported: {type(error).__name__}: {error}") from error
+    found = [kind for kind in _methods_of(module) if kind.__module__ == module.__name__]
+    if len(found) != 1:
+        raise RequestError(f"{path}: one method (a subclass of mtem.methods.Method with a name) is wanted, found {len(found)}")
+    return found[0]
+
+
+def _methods_of(module: Any) -> list[type[Method]]:
+    return [k for k in vars(module).values() if isinstance(k, type) and issubclass(k, Method) and getattr(k, "name", None)]
 
 
 def functional(model: nn.Module, parameters: dict[str, Tensor], inputs: dict[str, Tensor]) -> Tensor:

@@ -17,12 +17,13 @@ The `paper` preset is this and no more. What the other settings add, and why, st
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mtem import annealing, metagrad, rates, tsallis
+from mtem import annealing, layerwise, metagrad, rates, tsallis
 from mtem.errors import RequestError
 from mtem.methods import Batch, Context, Method, Update, functional, without_dropout
 from mtem.settings import setting
@@ -32,7 +33,12 @@ from mtem.settings import setting
 class MtemSettings:
     """Algorithm 1's constants, its ablations, and the departures from it."""
 
-    engine: str = setting("forward", "how the index gradient is computed", choices=("forward", "taylor", "second-order"))
+    engine: str = setting(
+        "layerwise",
+        "how the index gradient is computed: layerwise (exact, from the layers of the one pass that the step needs anyway), "
+        "forward (exact, in forward mode; also what layerwise falls back to), taylor (the paper's approximation), second-order",
+        choices=("layerwise", "forward", "taylor", "second-order"),
+    )
     index_initial: float = setting(2.0, "every text's entropy index at the start", low=1.0)
     index_low: float = setting(1.05, "smallest index; the theory needs it above 1", low=1.0)
     index_high: float = setting(5.0, "largest index; the paper's cases end at 5", low=1.0)
@@ -55,6 +61,10 @@ class MtemSettings:
     steepness: float = setting(5.0, "s: how suddenly the temperature falls half-way", low=0.0)
     virtual_step: bool = setting(True, "take the source gradient after the inner step; false: at theta (cheaper, not exact)")
     virtual_rate: float | None = setting(None, "eta of the inner step; none: the current learning rate", low=0.0)
+    pieces: int = setting(
+        1, "layerwise: in how many pieces the outer loop's source batch goes; with two a step needs less memory and more time",
+        low=1,
+    )  # fmt: skip
     taylor_step: float = setting(0.01, "finite difference of the taylor engine, relative to the norm of v", low=1e-6)
     source_weight: float = setting(
         1.0, "weight of the source loss in the update of theta (Eq. 4); 0, as printed, lets theta forget the task", low=0.0
@@ -71,7 +81,9 @@ class MtemSettings:
         0.15, "share of the student's tokens that are hidden: agreeing with the teacher then takes more than repeating it",
         low=0.0, high=0.9,
     )  # fmt: skip
-    dropout: bool = setting(True, "dropout in the update of theta (never in the passes for the index gradient)")
+    dropout: bool = setting(
+        True, "dropout in the update of theta; with layerwise, whose inner step is that update, in the inner loss too"
+    )
 
     def __post_init__(self) -> None:
         if self.index_high <= self.index_low:
@@ -118,39 +130,86 @@ class Mtem(Method):
         super().__init__(model, settings, context)
         initial = min(max(settings.index_initial, settings.index_low), settings.index_high)
         self.index = torch.full((context.target_size,), initial, device=model.device)
+        self.recorder = self.find_recorder() if settings.engine == "layerwise" else None
         self.average: dict[str, Tensor] = {}
         if settings.teacher:
             self.average = {name: p.detach().clone() for name, p in model.trainable().items()}
 
+    def find_recorder(self) -> layerwise.Recorder | None:
+        """None where the layers cannot be read one text at a time: then the forward engine serves."""
+        inputs = self.model.probe()
+        if inputs is None:
+            return None
+        with without_dropout(self.model):
+            recorder = layerwise.Recorder(self.model, self.model.trainable(), lambda: self.model(inputs))
+        return recorder if recorder.share_left_out < 0.01 else None
+
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
         settings = self.settings
-        temperature = self.temperature(number)
-        labels = self.pseudo_labels(target, temperature)
+        log: dict[str, Tensor | float] = {"temperature": self.temperature(number)}
+        own = not (self.average or settings.corruption or settings.dropout)  # the model labels just what it is trained on
+        labels = None if own and self.recorder else self.pseudo_labels(target, log["temperature"])
         student = target.inputs
         if settings.corruption:
             student = self.model.augment(student, "mask", settings.corruption, self.context.generator)
         student = self.model.prepare(student)
-        log: dict[str, Tensor | float] = {"temperature": temperature}
+        train = self.train_recorded if self.recorder else self.train
+        target_loss, gradients = train(number, student, labels, target.rows, source, log)
 
-        if settings.meta:
-            meta = self.index_gradient(student, labels, target.rows, source)
-            self.index[target.rows] = self.moved(self.index[target.rows], meta.gradient, number)
-            log["meta_loss"] = meta.source_loss
-
-        self.model.train(settings.dropout)
-        log_probs = torch.log_softmax(self.model(student), dim=-1)
-        target_loss = tsallis.loss(log_probs, labels, self.index[target.rows]).mean()
-        loss = settings.target_weight * target_loss
-        log["target_loss"] = target_loss.detach()
+        loss = None if target_loss is None else settings.target_weight * target_loss
         if settings.source_weight:
+            self.model.train(settings.dropout)
             source_loss = self.cross_entropy(self.model(source.inputs), source.labels)
-            loss = loss + settings.source_weight * source_loss
             log["source_loss"] = source_loss.detach()
-        update(loss)
+            source_loss = settings.source_weight * source_loss
+            loss = source_loss if loss is None else loss + source_loss
+        update(loss, gradients=gradients)
         if self.average:
             now = [parameter.detach() for parameter in self.model.trainable().values()]
             torch._foreach_lerp_(list(self.average.values()), now, 1 - settings.teacher)
         return log
+
+    def train(
+        self, number: int, student: Any, labels: Tensor, rows: Tensor, source: Batch, log: dict[str, Tensor | float]
+    ) -> tuple[Tensor, None]:
+        """The outer loop by one of metagrad's engines, then the Tsallis loss with its graph."""
+        if self.settings.meta:
+            meta = self.index_gradient(student, labels, rows, source)
+            self.index[rows] = self.moved(self.index[rows], meta.gradient, number)
+            log["meta_loss"] = meta.source_loss
+        self.model.train(self.settings.dropout)
+        log_probs = torch.log_softmax(self.model(student), dim=-1)
+        loss = tsallis.loss(log_probs, labels, self.index[rows]).mean()
+        log["target_loss"] = loss.detach()
+        return loss, None
+
+    def train_recorded(
+        self, number: int, student: Any, labels: Tensor | None, rows: Tensor, source: Batch, log: dict[str, Tensor | float]
+    ) -> tuple[None, dict[str, Tensor]]:
+        r"""The same from one pass: before and after the outer loop :math:`\theta`'s gradient is a weighted sum of the same
+        per-text gradients, :math:`\sum_i p_i^{\psi_i - 1} \nabla(-\log p_i) / |B|`.
+        """
+        self.model.train(self.settings.dropout)
+        recording = self.recorder.record(lambda: self.model(student), len(rows))
+        if labels is None:
+            labels = self.drawn(recording.scores.detach(), log["temperature"])
+        log_probs = torch.log_softmax(recording.scores, dim=-1)
+        recording.backward(tsallis.surprisal(log_probs, labels))
+        log_probs = log_probs.detach()
+        if self.settings.meta:
+            self.model.eval()
+            held = self.model.prepare(source.inputs)
+            meta = layerwise.meta_gradient(
+                recording, log_probs, labels, self.index[rows],
+                lambda: self.source_pieces(held, source.labels, self.settings.pieces),
+                self.virtual_rate(), virtual_step=self.settings.virtual_step,
+            )  # fmt: skip
+            self.index[rows] = self.moved(self.index[rows], meta.gradient, number)
+            log["meta_loss"] = meta.source_loss
+        index = self.index[rows]
+        log["target_loss"] = tsallis.loss(log_probs, labels, index).mean()
+        weights = tsallis.pseudo_weight(log_probs, labels, index)
+        return None, recording.gradient(self.settings.target_weight / len(rows) * weights)
 
     # ------------------------------------------------------------------ the lines of Algorithm 1
 
@@ -168,12 +227,25 @@ class Mtem(Method):
         with without_dropout(self.model):
             inputs = self.model.prepare(target.inputs)
             scores = functional(self.model, self.average, inputs) if self.average else self.model(inputs)
+        return self.drawn(scores, temperature)
+
+    def drawn(self, scores: Tensor, temperature: float) -> Tensor:
+        scores = self.context.align(scores)
         return annealing.sample_labels(scores, temperature, generator=self.context.generator, greedy=not self.settings.sampling)
+
+    def virtual_rate(self) -> float:
+        return self.context.rate() if self.settings.virtual_rate is None else self.settings.virtual_rate
+
+    def source_pieces(self, inputs: Any, labels: Tensor, pieces: int) -> Iterator[Tensor]:
+        """The source loss, piece by piece of the batch."""
+        whole = class_mass(labels, self.context.class_weights)
+        for part, rows in self.model.split(inputs, pieces):
+            share = class_mass(labels[rows], self.context.class_weights) / whole
+            yield share * self.cross_entropy(self.model(part), labels[rows])
 
     def index_gradient(self, inputs: dict[str, Tensor], labels: Tensor, rows: Tensor, source: Batch) -> Any:
         """Lines 6 and 7: the inner step and the derivative of the source loss behind it, without dropout."""
         settings = self.settings
-        rate = self.context.rate() if settings.virtual_rate is None else settings.virtual_rate
         held = self.model.prepare(source.inputs)
         with without_dropout(self.model):
             return metagrad.meta_gradient(
@@ -183,8 +255,8 @@ class Mtem(Method):
                 labels,
                 self.index[rows],
                 lambda parameters: self.cross_entropy(functional(self.model, parameters, held), source.labels),
-                rate,
-                engine=settings.engine,
+                self.virtual_rate(),
+                engine="forward" if settings.engine == "layerwise" else settings.engine,
                 smooth=self.model.smooth,
                 step=settings.taylor_step,
                 virtual_step=settings.virtual_step,
@@ -212,9 +284,11 @@ class Mtem(Method):
     def meta_loss(self, source: Batch, target: Batch) -> float | None:
         if not self.settings.meta:
             return None
-        state = self.context.generator.get_state()  # an evaluation must not change what the run draws next
+        # an evaluation must not change what the run draws next
+        state, aligned = self.context.generator.get_state(), self.context.align.state()
         labels = self.pseudo_labels(target, 1.0)
         self.context.generator.set_state(state)
+        self.context.align.load_state(aligned)
         inputs = self.model.prepare(target.inputs)
         return float(self.index_gradient(inputs, labels, target.rows, source).source_loss)
 
@@ -231,3 +305,8 @@ class Mtem(Method):
 
     def indexes(self) -> Tensor | None:
         return self.index
+
+
+def class_mass(labels: Tensor, weights: Tensor | None) -> Tensor | int:
+    """What the mean of a weighted cross-entropy divides by."""
+    return len(labels) if weights is None else weights[labels].sum()

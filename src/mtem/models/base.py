@@ -6,12 +6,15 @@ A method may use what stands here and nothing else, so that it serves texts and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mtem.data.trees import Tree
 
 Inputs = Mapping[str, Tensor]
 
@@ -26,13 +29,15 @@ class CosineHead(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.temperature = linear.in_features, linear.out_features, temperature
         self.weight = nn.Parameter(linear.weight.detach().clone())
-        self.register_buffer("bias", torch.zeros(self.out_features, device=linear.weight.device))
+        self.register_buffer("bias", linear.weight.detach().new_zeros(self.out_features))
 
     def forward(self, features: Tensor) -> Tensor:
-        return F.linear(F.normalize(features, dim=-1), self.weight) / self.temperature + self.bias
+        with torch.autocast(features.device.type, enabled=False):  # a small temperature magnifies half precision's rounding
+            directions = F.normalize(features.to(self.weight.dtype), dim=-1)
+            return F.linear(directions, self.weight) / self.temperature + self.bias
 
-    # A linear layer W' f with W' = W / (T sqrt(d)) has the same likeliest class for every f, and about the same confidence
-    # where the norm of f is about sqrt(d). That is what is saved, so that others can read the model too.
+    # A linear layer W' f with W' = W / (T sqrt(d)) has the same likeliest class for every f as long as the bias is zero, and
+    # about the same confidence where the norm of f is about sqrt(d). That is what is saved, so that others can read the model.
 
     def folded(self) -> nn.Linear:
         linear = nn.Linear(self.in_features, self.out_features, device=self.weight.device, dtype=self.weight.dtype)
@@ -51,6 +56,11 @@ class CosineHead(nn.Module):
         return head
 
 
+@dataclasses.dataclass(frozen=True)
+class NoSettings:
+    """For models that have none of their own."""
+
+
 class Model(nn.Module):
     """The part of the contract that does not depend on what an example is.
 
@@ -65,11 +75,19 @@ class Model(nn.Module):
         another view of the same examples.
     ``prepare(inputs) -> inputs``
         whatever is constant in the trainable parameters, computed once.
-    ``classes``, ``head_path``, ``encode``, ``collate``, ``save``, ``load``, ``freeze``, ``depths``, ``smooth``
+    ``default_rates() -> (source, adaptation)``
+        learning rates where the settings give none.
+    ``classes``, ``head_path``, ``encode``, ``encode_texts``, ``collate``, ``save``, ``load``, ``freeze``, ``depths``, ``smooth``
         as in `models.text`.
     """
 
     head_path: str
+    threads: ClassVar[bool] = False  # whether it sees the replies of a thread
+    Settings: ClassVar[type] = NoSettings
+    # of the training: what suits this model better than the general default
+    defaults: ClassVar[dict[str, Any]] = {}
+    # preset name -> what the papers give for this model, in place of what a method's preset of that name says
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,6 +103,12 @@ class Model(nn.Module):
     def head(self, module: nn.Module) -> None:
         parent, _, name = self.head_path.rpartition(".")
         setattr(self.get_submodule(parent), name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "head":  # torch would register a module of that name before the property is asked
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def head_names(self) -> set[str]:
         """The names of the head's trainable parameters among those of the model."""
@@ -102,6 +126,18 @@ class Model(nn.Module):
         if features.dim() == 3:  # a head that classifies every position and pools afterwards
             features = features[:, 0]
         return logits, features.float()
+
+    def split(self, inputs: Inputs, pieces: int) -> list[tuple[Inputs, slice]]:
+        """The batch in up to so many pieces, each with the examples it holds; models that cannot cut it leave it whole."""
+        return [(inputs, slice(None))]
+
+    def probe(self) -> Inputs | None:
+        """Two tiny examples, for a look at how the layers are called; None: the layers are not called example by example."""
+        return None
+
+    def encode_trees(self, trees: Sequence[Tree]) -> Any:
+        """A handful of threads, in memory; a model of texts sees their roots."""
+        return self.encode_texts([tree.texts[0] for tree in trees])
 
     def unit(self, values: Tensor, inputs: Inputs) -> Tensor:
         """The values divided by each example's norm: directions of length 1 (an example of zeros stays one)."""

@@ -63,13 +63,14 @@ class TextModel(Model):
             problem_type="single_label_classification",
             ignore_mismatched_sizes=True,
         )
-        return cls(network, tokenizer, min(max_length, _longest(network, tokenizer)))
+        network.config.__dict__.pop(COSINE, None)  # of the run that made the encoder: this head is a new one
+        return cls(network, tokenizer, min(max_length, longest(network, tokenizer)))
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, attention: str | None = None) -> TextModel:
         """A model that `save` wrote, or any text classifier in the same form."""
         network, tokenizer = _load(directory, attention)
-        model = cls(network, tokenizer, _longest(network, tokenizer))
+        model = cls(network, tokenizer, longest(network, tokenizer))
         temperature = getattr(network.config, COSINE, None)
         if temperature:
             model.head = CosineHead.unfolded(model.head, float(temperature))
@@ -83,7 +84,7 @@ class TextModel(Model):
             if isinstance(head, CosineHead):
                 setattr(self.network.config, COSINE, head.temperature)
                 self.head = head.folded()
-            with _quiet():
+            with quietly():
                 self.network.save_pretrained(directory, safe_serialization=True)
                 self.tokenizer.save_pretrained(directory)
         finally:
@@ -157,12 +158,12 @@ class TextModel(Model):
             size = max(len(self.tokenizer), self.network.get_input_embeddings().num_embeddings)
             known = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
             names = ["" if name is None else str(name) for name in known]
-            marks = [mark for mark in ("\u2581", "\u0120") if any(name.startswith(mark) for name in names)]
             continues, special = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
-            continues[: len(names)] = torch.tensor(
-                [not name.startswith(tuple(marks)) if marks else name.startswith("##") for name in names], dtype=torch.bool
-            )
-            special[[number for number in self.tokenizer.all_special_ids if number < size]] = True
+            continues[: len(names)] = torch.tensor(augment.continuations(names), dtype=torch.bool)
+            roles = (getattr(self.tokenizer, f"{role}_token_id") for role in ("bos", "eos", "cls", "sep", "pad", "mask"))
+            # An unknown word is a word, unless its token serves as another one too.
+            numbers = (set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}) | {*roles} - {None}
+            special[[number for number in numbers if number < size]] = True
             self._tokens = continues.to(self.device), special.to(self.device)
         return self._tokens
 
@@ -189,6 +190,17 @@ class TextModel(Model):
                 with _added(self.network.get_input_embeddings(), noise):
                     out = self.network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         return out.logits.float()
+
+    def split(self, inputs: Inputs, pieces: int) -> list[tuple[Inputs, slice]]:
+        count = len(inputs["input_ids"])
+        size = -(-count // max(1, pieces))
+        parts = [slice(start, start + size) for start in range(0, count, size)]
+        return [({name: value[part] for name, value in inputs.items()}, part) for part in parts]
+
+    def probe(self) -> Inputs:
+        ids = torch.tensor([[7, 11, 13, 5], [3, 2, 9, 6]], device=self.device) % self.network.config.vocab_size
+        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=self.device)
+        return self.prepare({"input_ids": ids, "attention_mask": mask})
 
     def prepare(self, inputs: Inputs) -> Inputs:
         """With frozen layers: the inputs with the frozen part's output added, so that it is computed once."""
@@ -263,6 +275,10 @@ class TextModel(Model):
             self._upper = [upper]
         self.precision = precision
 
+    def default_rates(self) -> tuple[float, float]:
+        """A few upper layers alone have farther to go, and no pretrained layers below that could suffer."""
+        return (5e-4, 2e-4) if self.frozen_layers else (5e-5, 2e-5)
+
     def lower(self, inputs: Inputs) -> Tensor:
         """What enters the first trainable layer: no gradients, no dropout."""
         return run_lower(self.network, self.layers[self.frozen_layers], inputs, self.autocast)
@@ -304,7 +320,7 @@ def _outside_layers(network: nn.Module) -> list[str]:
     return [f"{prefix}.{name}" for name in inside] + [name for name, module in network.named_modules() if module is words]
 
 
-def _longest(network: nn.Module, tokenizer: Any) -> int:
+def longest(network: nn.Module, tokenizer: Any) -> int:
     positions = getattr(network.config, "max_position_embeddings", None) or LONGEST
     if getattr(network.config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
         positions -= 2  # these count positions from the padding index on
@@ -317,7 +333,7 @@ def _load(name: str | os.PathLike[str], attention: str | None, **config: Any) ->
     # Remote code is never run and only safetensors are read: a model directory is data.
     safe: dict[str, Any] = {"trust_remote_code": False}
     try:
-        with _quiet():
+        with quietly():
             tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, **safe)
             mismatched = config.pop("ignore_mismatched_sizes", False)
             configuration = AutoConfig.from_pretrained(place, **config, **safe)
@@ -339,7 +355,7 @@ def _load(name: str | os.PathLike[str], attention: str | None, **config: Any) ->
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without the loading report and bars of transformers: a new head is what we asked for."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()

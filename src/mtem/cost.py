@@ -1,0 +1,229 @@
+"""`mtem cost`: what a whole MTEM step costs with each engine, in time and memory, beside a plain fine-tuning step; and its error.
+
+All steps see the same texts, the same labels, the same precision and attention kernel, no dropout, and end in the same AdamW
+update. The error is that of the index gradient against second order in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import multiprocessing
+import platform
+import resource
+import statistics
+import sys
+import time
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from mtem.errors import RequestError
+from mtem.methods import Batch, Context
+from mtem.methods.mtem import PAPER, Mtem, MtemSettings
+from mtem.methods.source_only import SourceOnly, SourceOnlySettings
+from mtem.models.text import TextModel
+from mtem.progress import Progress
+from mtem.training import Trainer, TrainingSettings, find_device, find_precision
+
+ENGINES = ("plain", "layerwise", "layerwise, v at theta", "forward", "taylor", "second-order")
+# Shapes that need no weights: the cost does not depend on them.
+SHAPES = {
+    "bert-base": {},
+    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+}
+RATE = 2e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row to measure."""
+
+    engine: str
+    batch: int
+    length: int
+    model: str
+    device: str
+    precision: str
+    attention: str
+    seed: int = 0
+    repeats: int = 10
+    frozen_layers: int = 0
+
+
+class Probe(Mtem):
+    """MTEM with labels that are given, and the index gradient kept for comparison."""
+
+    labels: Tensor
+    gradient: Tensor
+
+    def drawn(self, scores: Tensor, temperature: float) -> Tensor:
+        return self.labels
+
+    def moved(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
+        self.gradient = gradient.clone()
+        return super().moved(index, gradient, number)
+
+
+def measure(cases: Sequence[Case], progress: Progress | None = None) -> list[dict[str, Any]]:
+    """One row for each case, with ratios against the plain step of the same batch where it is among them."""
+    progress = progress or Progress(quiet=True)
+    rows = []
+    with progress.stage("measuring", len(cases)):
+        for number, case in enumerate(cases):
+            rows.append(_apart(case) if find_device(case.device).type == "cpu" else _row(case))
+            progress.advance(number + 1, {"engine": case.engine, "batch": case.batch})
+    plain = {(row["batch"], row["length"]): row for row in rows if row["engine"] == "plain"}
+    for row in rows:
+        base = plain.get((row["batch"], row["length"]))
+        ours = base is not None and "seconds" in row and "seconds" in base
+        row["time_ratio"] = row["seconds"] / base["seconds"] if ours else None
+        row["memory_ratio"] = row["memory"] / base["memory"] if ours else None
+    return rows
+
+
+def _apart(case: Case) -> dict[str, Any]:
+    """In a process of its own: the peak of a process's memory never comes down again."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_row, (case,))
+
+
+def _row(case: Case) -> dict[str, Any]:
+    row: dict[str, Any] = dataclasses.asdict(case)
+    try:
+        row |= _measured(case)
+    except torch.OutOfMemoryError:
+        row["failed"] = "out of memory"
+    gc.collect()
+    return row
+
+
+def _measured(case: Case) -> dict[str, Any]:
+    device = find_device(case.device)
+    empty = _resident()
+    bench = _Bench(case, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = bench.timed(case.repeats)
+    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else _resident() - empty
+    found: dict[str, Any] = {"seconds": seconds, "memory": memory, "parameters": bench.parameters}
+    if case.engine != "plain":
+        gradient = bench.gradient()
+        del bench
+        gc.collect()
+        exact = _Bench(dataclasses.replace(case, engine="second-order", precision="fp32"), device).gradient()
+        found |= {
+            "cosine": float(torch.nn.functional.cosine_similarity(gradient, exact, dim=0)),
+            "relative_error": float((gradient - exact).norm() / exact.norm()),
+        }
+    return found
+
+
+class _Bench:
+    """A model, a source and a target batch, and the step that a case asks for."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch.manual_seed(case.seed)
+        self.device = device
+        model = make_model(case).to(device)
+        model.precision = find_precision(case.precision, device)
+        model.freeze(case.frozen_layers)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        draw = torch.Generator().manual_seed(case.seed)
+        source, target = (self.batch(case, model, draw) for _ in range(2))
+        context = Context(1, case.batch, 2, draw, lambda: RATE)
+        if case.engine == "plain":
+            self.method: Any = SourceOnly(model, SourceOnlySettings(), context)
+            model.train = lambda mode=True: model  # no dropout, as in the other rows
+        else:
+            own = {field.name for field in dataclasses.fields(MtemSettings)}
+            settings = {name: value for name, value in PAPER.items() if name in own}
+            settings |= {"engine": case.engine.split(",")[0], "virtual_step": "at theta" not in case.engine}
+            self.method = Probe(model, MtemSettings(**settings), context)
+            self.method.labels = target.labels
+        model.eval()
+        settings = TrainingSettings(clip=0.0, schedule="constant", warmup=0.0)
+        self.trainer = Trainer(
+            self.method, settings, name="cost", steps=1, rate=RATE, source=None, target=None, progress=Progress(quiet=True)
+        )
+        self.source, self.target = source, Batch(target.inputs, None, target.rows)
+
+    def batch(self, case: Case, model: TextModel, draw: torch.Generator) -> Batch:
+        size, words = (case.batch, case.length), model.network.config.vocab_size
+        ids = torch.randint(min(1000, words // 2), words, size, generator=draw)
+        mask = torch.ones(size, dtype=torch.long)
+        labels = torch.randint(2, (case.batch,), generator=draw)
+        inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+        return Batch(model.prepare(inputs), labels.to(self.device), torch.arange(case.batch, device=self.device))
+
+    def step(self) -> None:
+        self.method.step(0, self.source, self.target, self.trainer.update)
+
+    def gradient(self) -> Tensor:
+        """The index gradient at the weights the model was made with."""
+        self.method.step(0, self.source, self.target, lambda loss, between=None, gradients=None: None)
+        return self.method.gradient
+
+    def timed(self, repeats: int) -> float:
+        """The median over the repeats; the weights are put back afterwards."""
+        kept = {name: value.detach().clone().cpu() for name, value in self.method.model.trainable().items()}
+        for _ in range(3 if self.device.type == "cuda" else 1):
+            self.step()
+        times = []
+        for _ in range(repeats):
+            self.wait()
+            begun = time.perf_counter()
+            self.step()
+            self.wait()
+            times.append(time.perf_counter() - begun)
+        with torch.no_grad():
+            for name, value in self.method.model.trainable().items():
+                value.copy_(kept[name])
+        return statistics.median(times)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def make_model(case: Case) -> TextModel:
+    """The named encoder, or a shape drawn at random."""
+    if case.model not in SHAPES or Path(case.model).is_dir():
+        return TextModel.create(case.model, ["0", "1"], max_length=case.length, attention=case.attention)
+    config = AutoConfig.for_model("bert", num_labels=2, attn_implementation=case.attention, **SHAPES[case.model])
+    if case.length > config.max_position_embeddings:
+        raise RequestError(f"length {case.length}: {case.model} takes {config.max_position_embeddings} tokens")
+    network = AutoModelForSequenceClassification.from_config(config, attn_implementation=case.attention)
+    tokenizer = types.SimpleNamespace(pad_token_id=0, mask_token_id=103, all_special_ids=[0, 100, 101, 102, 103])
+    return TextModel(network, tokenizer, case.length)
+
+
+def _resident() -> int:
+    """The largest resident memory of this process so far, in bytes."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "machine": name,
+        "cores": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def cases(engines: Sequence[str], batches: Sequence[int], lengths: Sequence[int], **shared: Any) -> Iterator[Case]:
+    for length in lengths:
+        for batch in batches:
+            for engine in engines:
+                yield Case(engine=engine, batch=batch, length=length, **shared)

@@ -1,0 +1,159 @@
+r"""WIND: weighting instances differentially for model-agnostic domain adaptation (Chen, Cao, Wan, Findings of ACL 2021).
+
+Each labeled text :math:`x_i` of the source has a learned number :math:`w_i` and with it the weight :math:`u_i = \sigma(w_i)`;
+the labeled texts of the target have :math:`u_i = 1`. One step, on a labeled batch and a batch :math:`V` of labeled target texts:
+
+.. math::
+    L(\theta, w) &= \frac{\sum_i \sigma(w_i)\, \ell_i(\theta)}{\sum_i \sigma(w_i)} \\
+    \hat\theta(w) &= \theta - \eta\, \nabla_\theta L(\theta, w), \qquad v = \nabla L_V(\hat\theta) \\
+    w &\leftarrow w + \alpha\; v \cdot \nabla_\theta \frac{\partial L}{\partial w}
+        && \text{that is } w - \tfrac{\alpha}{\eta} \nabla_w L_V(\hat\theta(w)) \\
+    \theta &\leftarrow \theta - \eta\, \nabla_\theta L(\theta, w) && \text{with the new } w
+
+A text whose gradient points where the target's does gets heavier, one that points elsewhere lighter.
+
+The authors' code takes the virtual step with Adam and the finite difference around :math:`\hat\theta`; the formula, and what
+is here, is a plain step and the derivative at :math:`\theta`. The unlabeled target texts are not looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtem import metagrad
+from mtem.methods import Batch, Context, Method, Update, functional, without_dropout
+from mtem.settings import setting
+
+IN_DOMAIN = 1e8  # w of the target's texts, as in the authors' code: the weight is exactly 1 and its slope exactly 0
+
+
+@dataclasses.dataclass(frozen=True)
+class WindSettings:
+    """The constants of the two loops."""
+
+    engine: str = setting("forward", "how the weights' gradient is computed", choices=("forward", "taylor", "second-order"))
+    weight_rate: float = setting(1.0, "alpha: how far a text's w moves per visit; its weight is sigmoid(w)", low=0.0)
+    weight_step: str = setting(
+        "rms",
+        "what alpha multiplies: the raw gradient g (as published: about 1e-2, so with few visits the weights stay where they "
+        "are), g divided by its root mean square or its norm over the batch, or its sign",
+        choices=("raw", "norm", "rms", "sign"),
+    )
+    inner_steps: int = setting(1, "times the weights of a batch are moved before theta is", low=1)
+    taylor_step: float = setting(0.01, "finite difference of the taylor engine, relative to the norm of v", low=1e-6)
+    virtual_rate: float | None = setting(None, "eta of the virtual step; none: the current learning rate", low=0.0)
+
+
+class Wind(Method):
+    """The mean loss over the labeled texts with a weight for each, learned so that it serves the labeled target texts."""
+
+    name = "wind"
+    summary = "a weight for every source text, learned against labeled target texts (needs --target-labeled)"
+    paper = "Chen, Cao and Wan, Findings of ACL 2021"
+    needs_target_labels = True
+    Settings = WindSettings
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "recommended": {},
+        "paper": {"engine": "taylor", "weight_rate": 0.15, "weight_step": "raw"},
+    }
+
+    def __init__(self, model: Any, settings: WindSettings, context: Context) -> None:
+        super().__init__(model, settings, context)
+        self.w = torch.zeros(context.source_size, device=model.device)
+        self.w[context.few_rows] = IN_DOMAIN
+        self.loss = weighted_mean(context.class_weights)
+
+    def step(self, number: int, source: Batch, target: Batch | None, update: Update) -> dict[str, Tensor | float]:
+        inputs = self.model.prepare(source.inputs)
+        few = self.context.few(number)
+        few = few._replace(inputs=self.model.prepare(few.inputs))
+        for _ in range(self.settings.inner_steps):
+            gradient, meta_loss = self.weight_gradient(source._replace(inputs=inputs), few)
+            self.w[source.rows] += self.settings.weight_rate * self.scaled(gradient, self.w[source.rows])
+
+        self.model.train()
+        log_probs = torch.log_softmax(self.model(inputs), dim=1)
+        loss = self.loss.value(log_probs, source.labels, self.w[source.rows])
+        update(loss)
+        return {
+            "source_loss": loss.detach(),
+            "meta_loss": meta_loss,
+            "sample_weight": torch.sigmoid(self.w[source.rows]).mean(),
+        }
+
+    def weight_gradient(self, source: Batch, few: Batch) -> tuple[Tensor, Tensor]:
+        """The product of v with the slopes' gradients, one number for each text, and the loss that v is the gradient of."""
+        settings = self.settings
+        rate = self.context.rate() if settings.virtual_rate is None else settings.virtual_rate
+        with without_dropout(self.model):
+            meta = metagrad.meta_gradient(
+                lambda parameters, inputs: functional(self.model, parameters, inputs),
+                self.model.trainable(),
+                source.inputs,
+                source.labels,
+                self.w[source.rows],
+                lambda parameters: self.cross_entropy(functional(self.model, parameters, few.inputs), few.labels),
+                rate or 1.0,
+                engine=settings.engine,
+                smooth=self.model.smooth,
+                step=settings.taylor_step,
+                virtual_step=rate > 0,  # a step of no length ends at theta
+                inner=self.loss,
+            )
+        return -meta.gradient / (rate or 1.0), meta.source_loss
+
+    def scaled(self, gradient: Tensor, w: Tensor) -> Tensor:
+        """What alpha multiplies. The target's texts, whose gradient is 0, do not count in the mean."""
+        kind = self.settings.weight_step
+        if kind == "raw":
+            return gradient
+        if kind == "sign":
+            return gradient.sign()
+        scale = gradient.norm()
+        if kind == "rms":
+            scale = scale / (w < IN_DOMAIN).sum().clamp_min(1).sqrt()
+        return gradient / scale.clamp_min(torch.finfo(gradient.dtype).tiny)
+
+    def sample_weights(self) -> Tensor:
+        """u of every labeled text, in the order of the labeled rows."""
+        return torch.sigmoid(self.w)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"w": self.w}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.w.copy_(state["w"])
+
+
+def weighted_mean(class_weights: Tensor | None = None) -> metagrad.Inner:
+    r"""L as a function of w, with the class weights :math:`c`, if any, in the mean as the cross-entropy has them.
+
+    .. math::
+        L = \sum_i s_i \ell_i, \quad s_i = \frac{u_i c_{y_i}}{\sum_j u_j c_{y_j}}, \quad
+        \frac{\partial L}{\partial w_i} = s_i (1 - u_i)(\ell_i - L).
+
+    The slope is linear in :math:`\ell = -\log p_y`: when these move, it moves as the slope of their speeds.
+    """
+
+    def shares(labels: Tensor, w: Tensor) -> Tensor:
+        scores = F.logsigmoid(w)  # u itself would be 0 for every text of a batch that the weights have given up
+        return torch.softmax(scores if class_weights is None else scores + class_weights[labels].log(), dim=0)
+
+    def losses(log_probs: Tensor, labels: Tensor) -> Tensor:
+        return F.nll_loss(log_probs, labels, reduction="none")
+
+    def slope(losses: Tensor, labels: Tensor, w: Tensor) -> Tensor:
+        share = shares(labels, w)
+        return share * torch.sigmoid(-w) * (losses - (share * losses).sum())
+
+    return metagrad.Inner(
+        value=lambda log_probs, labels, w: (shares(labels, w) * losses(log_probs, labels)).sum(),
+        weights=lambda log_probs, labels, w: shares(labels, w),
+        slope=lambda log_probs, labels, w: slope(losses(log_probs, labels), labels, w),
+        mixed=lambda log_probs, slopes, labels, w: slope(-slopes, labels, w),
+    )

@@ -1,0 +1,128 @@
+"""The cosine head: its formula, its place in five architectures, and how it is saved for others."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import pipeline
+
+import mtem
+from mtem.models.base import CosineHead
+from mtem.models.text import COSINE, TextModel
+from tests.conftest import SHAPES, make_encoder, make_texts
+
+CLASSES = ("bad", "good", "nëutral thing")
+TEXTS = [text for text, _ in make_texts(24, 5)]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    return {shape: make_encoder(tmp_path_factory.mktemp(shape), shape) for shape in SHAPES}
+
+
+def batch(model):
+    return model.collate(model.encode_texts(TEXTS), np.arange(len(TEXTS)))
+
+
+def cosine_model(directory, temperature=0.1):
+    """A model whose classes divide the plane in which its features differ most, so that all of them are predicted."""
+    torch.manual_seed(1)
+    model = TextModel.create(directory, CLASSES, max_length=24).eval()
+    model.head = CosineHead(model.head, temperature)
+    with torch.no_grad():
+        _, features = model.scores_and_features(batch(model))
+        middle = nn.functional.normalize(features.mean(dim=0), dim=0)
+        plane = torch.linalg.svd(features - torch.outer(features @ middle, middle), full_matrices=False).Vh[:2]
+        model.head.weight.copy_(torch.tensor([[1.0, 0.0], [-0.5, 0.87], [-0.5, -0.87]]) @ plane)
+    return model
+
+
+@pytest.fixture(params=SHAPES)
+def model(request, directories):
+    return cosine_model(directories[request.param])
+
+
+def test_scores_are_cosines_over_the_temperature():
+    linear = nn.Linear(2, 3)
+    head = CosineHead(linear, 0.5)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0]]))
+        linear.weight.zero_()  # the head's weight is its own
+    scores = head(torch.tensor([[3.0, 4.0], [0.03, 0.04], [0.0, 0.0]]))
+    torch.testing.assert_close(scores, torch.tensor([[1.2, 3.2, 0.4], [1.2, 3.2, 0.4], [0.0, 0.0, 0.0]]))
+    assert [name for name, _ in head.named_parameters()] == ["weight"]
+
+
+def test_it_starts_from_the_linear_layers_weight_and_not_its_bias():
+    linear = nn.Linear(4, 3)
+    head = CosineHead(linear, 0.05)
+    assert torch.equal(head.weight, linear.weight) and not head.bias.any()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_it_takes_the_heads_place(model, frozen):
+    model.freeze(frozen)
+    assert bool(model._upper) == bool(frozen)
+    inputs = batch(model)
+    logits, features = model.scores_and_features(inputs)
+    by_hand = features @ model.head.weight.T / features.norm(dim=1, keepdim=True) / 0.1
+    torch.testing.assert_close(model(inputs), by_hand, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, by_hand, atol=1e-5, rtol=1e-5)
+    names = [name for name, p in model.named_parameters() if p is model.head.weight]
+    assert names == [f"{model.head_path}.weight"] and model.head_names() == set(names)
+    assert not any(name.startswith("head") for name, _ in model.named_modules())
+    (gradient,) = torch.autograd.grad(logits[:, 0].sum(), [model.head.weight])
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_saved_it_is_read_back_exactly_and_by_others_with_the_same_labels(model, frozen, tmp_path):
+    model.freeze(frozen)
+    before = model(batch(model))
+    model.save(tmp_path / "model")
+    assert isinstance(model.head, CosineHead) and torch.equal(model(batch(model)), before)
+    loaded = mtem.load(tmp_path / "model")
+    assert loaded.classes == CLASSES and loaded.model.head.temperature == 0.1
+    np.testing.assert_allclose(loaded.predict_proba(TEXTS), torch.softmax(before, dim=1).detach().numpy(), atol=1e-6)
+    labels = loaded.predict(TEXTS)
+    assert set(labels) == set(CLASSES)
+    found = pipeline("text-classification", str(tmp_path / "model"))(TEXTS)
+    assert [one["label"] for one in found] == labels
+
+
+def test_others_see_its_confidence_where_features_are_as_long_as_they_have_dimensions():
+    head = CosineHead(nn.Linear(16, 3), 0.05)
+    features = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    features = 4 * features / features.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(head.folded()(features), head(features), atol=1e-5, rtol=1e-5)
+    again = CosineHead.unfolded(head.folded(), 0.05)
+    torch.testing.assert_close(again.weight, head.weight)
+
+
+def test_a_bias_survives_saving(directories, tmp_path):
+    model = cosine_model(directories["bert"])
+    model.head.bias.copy_(torch.tensor([0.5, -1.0, 2.0]))
+    before = model(batch(model))
+    model.save(tmp_path)
+    torch.testing.assert_close(TextModel.load(tmp_path).eval()(batch(model)), before, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_does_not_round_the_scores(model):
+    model.precision = torch.bfloat16
+    logits, features = model.scores_and_features(batch(model))
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits, model.head(features))
+
+
+def test_an_encoder_from_a_cosine_run_gets_a_plain_head_again(directories, tmp_path):
+    cosine_model(directories["bert"]).save(tmp_path / "first")
+    assert json.loads((tmp_path / "first" / "config.json").read_text())[COSINE] == 0.1
+    model = TextModel.create(tmp_path / "first", CLASSES, max_length=24).eval()
+    model.save(tmp_path / "second")
+    loaded = TextModel.load(tmp_path / "second").eval()
+    assert isinstance(loaded.head, nn.Linear)
+    torch.testing.assert_close(loaded(batch(loaded)), model(batch(model)))

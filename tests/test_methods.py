@@ -1,0 +1,155 @@
+"""What holds for every method alike: the list, the edges, the file of one's own, and that each of them learns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mtem
+from mtem import methods, settings
+from mtem.cli import app
+from mtem.errors import RequestError
+from mtem.methods import Batch
+from mtem.training import TrainingSettings
+from tests.bench import Bench
+from tests.conftest import make_texts, write_jsonl
+
+ALL = list(methods.METHODS)
+GUIDE = Path(__file__).parents[1] / "docs" / "adding-a-method.md"
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    return str(write_jsonl(tmp_path_factory.mktemp("few") / "few.jsonl", make_texts(12, 21, 0.7)))
+
+
+def labeled(name, few):
+    return {"target_labeled": few} if methods.get(name).needs_target_labels else {}
+
+
+def test_the_list_names_paper_and_labels():
+    shown = CliRunner().invoke(app, ["methods"], terminal_width=300).output
+    for name in ("mtem", "source-only", "dann", "fixmatch", "cst", "mme", "biat", "wind"):
+        kind = methods.get(name)
+        line = next(line for line in shown.splitlines() if line.split() and line.split()[0] == name)
+        assert kind.paper.split()[0] in line and ("needed" in line) == kind.needs_target_labels
+    assert [name for name in ALL if methods.get(name).needs_target_labels] == ["wind"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_presets_are_settings_that_exist(name):
+    kind = methods.get(name)
+    for preset in ("recommended", "paper"):
+        parts = settings.build({"training": TrainingSettings, "method": kind.Settings}, kind.presets[preset])
+        assert isinstance(parts["method"], kind.Settings)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "mtem"])
+def test_a_setting_of_another_method_is_refused_with_those_there_are(name, tiny, few):
+    with pytest.raises(RequestError, match=r"unknown setting 'index_initial'.*there are.*batch_size"):
+        mtem.adapt(**tiny, method=name, **labeled(name, few), index_initial=3.0)
+
+
+def test_a_method_that_needs_target_labels_says_so(tiny):
+    with pytest.raises(RequestError, match=r"'wind' needs labeled target texts.*--target-labeled"):
+        mtem.adapt(**tiny, method="wind")
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_every_method_takes_odd_batches(name, frozen, encoder):
+    """One example, one class only, an empty text: the weights stay finite and change."""
+    kind = methods.get(name)
+    bench = Bench(kind, encoder, few=True, frozen=frozen)
+    empty = bench.model.collate(bench.model.encode_texts(["", "good1"]), np.arange(2))
+    good = np.flatnonzero(bench.labels[:40] == 1)[:4]
+    cases = [
+        (bench.source_batch([0]), bench.target_batch([0])),
+        (bench.source_batch(good), bench.target_batch([1, 2, 3])),
+        (bench.source_batch([4, 5, 44]), Batch(empty, None, torch.tensor([4, 5]))),
+    ]
+    before = bench.weights()
+    for number, (source, target) in enumerate(cases):
+        log = bench.step(number, source, target)
+        assert all(np.isfinite(float(value)) for value in log.values()), (number, log)
+    after = bench.weights()
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_method_adapts_with_three_classes_and_keeps_their_names(name, encoder, tmp_path, few):
+    rows = [(text, ("awful", "so-so", "fine")[number % 3]) for number, (text, _) in enumerate(make_texts(60, 31))]
+    target = [text for text, _ in make_texts(40, 32, 0.5)]
+    given = {"target_labeled": rows[:9]} if methods.get(name).needs_target_labels else {}
+    given = {key: ([t for t, _ in value], [c for _, c in value]) for key, value in given.items()}
+    adapted = mtem.adapt(
+        ([t for t, _ in rows], [c for _, c in rows]), target, model=encoder, method=name, output=tmp_path / "run",
+        max_length=16, batch_size=12, source_epochs=1, source_rate=1e-3, rate=5e-4, steps=3, evaluations=1, **given,
+    )  # fmt: skip
+    loaded = mtem.load(tmp_path / "run")
+    assert loaded.classes == adapted.classes == ("awful", "fine", "so-so")
+    np.testing.assert_allclose(loaded.predict_proba(target), adapted.predict_proba(target), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_method_runs_in_bfloat16(name, tiny, few):
+    adapted = mtem.adapt(**{**tiny, "steps": 2, "source_epochs": 0.2}, method=name, precision="bf16", **labeled(name, few))
+    assert np.isfinite(adapted.predict_proba(["good1 bad2", ""])).all()
+
+
+# ---------------------------------------------------------------------- a file of one's own
+
+
+@pytest.fixture
+def own(tmp_path):
+    code = re.search(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    assert len(code.splitlines()) <= 60
+    path = tmp_path / "infomax.py"
+    path.write_text(code, encoding="utf-8")
+    return path
+
+
+def test_the_guides_method_minimises_what_it_says(own, encoder):
+    bench = Bench(methods.get(str(own)), encoder, dropout=False, weight=3.0)
+    source, target = bench.batches()
+    with torch.no_grad():
+        p = torch.softmax(bench.model(target.inputs).double(), dim=1).numpy()
+        labeled = torch.softmax(bench.model(source.inputs).double(), dim=1).numpy()
+    expected = -np.log(labeled[np.arange(8), source.labels]).mean()
+    expected += 3.0 * (-(p * np.log(p)).sum(axis=1).mean() + (p.mean(axis=0) * np.log(p.mean(axis=0))).sum())
+    losses = []
+    bench.method.step(0, source, target, losses.append)
+    assert float(losses[0]) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_guides_method_runs_from_the_command_line_and_resumes(own, tiny, tmp_path):
+    given = ["adapt", "--model", str(tiny["model"]), "--target", tiny["target"], "--method", str(own), "--set", "weight=0.5"]
+    given += [word for path in tiny["source"] for word in ("--source", path)]
+    for name in ("max_length", "batch_size", "source_epochs", "epochs", "frozen_layers"):
+        given += ["--set", f"{name}={tiny[name]}"]
+    done = CliRunner().invoke(app, [*given, "--output", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    again = CliRunner().invoke(app, [*given, "--output", str(tmp_path / "run"), "--resume"])
+    assert again.exit_code == 0 and mtem.load(tmp_path / "run").record["settings"]["weight"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import nothing_of_that_name", "cannot be imported: ModuleNotFoundError"),
+        ("x = 1", "found 0"),
+        (None, "no such file"),
+    ],
+)
+def test_a_file_without_a_method_is_refused(tmp_path, tiny, code, message):
+    path = tmp_path / "mine.py"
+    if code is not None:
+        path.write_text(code)
+    with pytest.raises(RequestError, match=message):
+        mtem.adapt(**tiny, method=str(path))
