@@ -727,3 +727,12 @@ def test_features_are_for_threads_alone_and_settings_are_listed(files, encoder, 
     assert code == 2 and "only --model bigcn has features" in err
     code, out, _ = command("settings", "mtem")
     assert code == 0 and "drop_edge" in out and "source_epochs = " in out
+
+
+def test_even_shares_are_assumed_unless_the_paper_is_asked_for(tmp_path):
+    given = {"model": "bigcn", "steps": 1, "source_epochs": 0.1, "vocabulary": 30}
+    rows = [(f"good{i} word{i}", "yes") if i % 2 else (f"bad{i} word{i}", "no") for i in range(40)]
+    source, target = tuple(map(list, zip(*rows, strict=True))), [f"word{i} good{i} bad{i}" for i in range(20)]
+    assert mtem.adapt(source, target, **given).record["prior"]["shares"] == {"no": 0.5, "yes": 0.5}
+    assert mtem.adapt(source, target, preset="paper", **given).record["prior"] is None
+    assert mtem.adapt(source, target, prior="none", **given).record["prior"] is None

@@ -64,7 +64,7 @@ def adapt(
         raise RequestError(f"unknown preset '{preset}': {method} has {', '.join(kind.presets)}")
     shape = models.kind(model)
     values = {**shape.defaults, **kind.presets[preset]}
-    values |= {name: value for name, value in shape.presets.get(preset, {}).items() if name in kind.presets[preset]}
+    values |= {name: value for name, value in shape.presets.get(preset, {}).items() if name in values}
     parts = settings.build({"training": TrainingSettings, "method": kind.Settings, "model": shape.Settings}, {**values, **given})
     training: TrainingSettings = parts["training"]
     device = find_device(training.device)
