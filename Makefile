@@ -30,7 +30,7 @@ demo: $(READY)
 
 test: $(READY)
 	@echo "== running the tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	@$(BIN)/ruff check --quiet src tests tools && $(BIN)/ruff format --quiet --check src tests tools
 
 lint: $(READY)

@@ -253,6 +253,52 @@ def list_settings(method: Annotated[str, typer.Argument(help="Whose settings.")]
     out.print(f"with --model bigcn the default is {others}", markup=False)
 
 
+@app.command("cost")
+def show_cost(
+    model: Annotated[str, typer.Option(help="An encoder, or the shape 'bert-base' or 'minilm' with random weights.")] = "minilm",
+    batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "50",
+    length: Annotated[int, typer.Option(help="Tokens of every text.")] = 128,
+    engines: Annotated[str | None, typer.Option(help="Some of the rows, with semicolons; all without it.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "auto",
+    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+    repeats: Annotated[int, typer.Option(help="Steps timed; the median counts.")] = 10,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows there.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, texts and labels.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Time, memory and error of a whole MTEM step with each engine, beside a plain fine-tuning step of the same batch.
+
+    **Examples**
+
+    mtem cost --model bert-base --length 256 --device cuda --json cost.json
+
+    mtem cost --batch 10,20,30,40,50,60 --engines 'plain;layerwise;taylor;second-order'
+    """
+    from mtem import cost
+    from mtem.storage import write_json
+    from mtem.training import find_device, find_precision
+
+    place = find_device(device)
+    exact = find_precision(precision, place)
+    named = {None: "fp32"}.get(exact) or {"bfloat16": "bf16", "float16": "fp16"}[str(exact).removeprefix("torch.")]
+    wanted = tuple(part.strip() for part in engines.split(";")) if engines else cost.ENGINES
+    unknown = [name for name in wanted if name not in cost.ENGINES]
+    if unknown:
+        raise RequestError(f"--engines {unknown[0]}: there are {'; '.join(cost.ENGINES)}")
+    try:
+        sizes = [int(size) for size in batch.split(",")]
+    except ValueError:
+        raise RequestError(f"--batch {batch}: whole numbers with commas are wanted, as in 10,20,30") from None
+    if min(sizes) < 2 or length < 4 or repeats < 1:
+        raise RequestError("--batch must be at least 2, --length 4 and --repeats 1")
+    shared = {"model": model, "device": str(place), "precision": named, "attention": attention, "repeats": repeats, "seed": seed}
+    rows = cost.measure(list(cost.cases(wanted, sizes, [length], **shared)), Progress(quiet=quiet))
+    if json_file is not None:
+        write_json(json_file, rows)
+    cost.render(rows, out)
+
+
 @data_app.command()
 def prepare(
     dataset: Annotated[str, typer.Argument(help="amazon (reviews) or pheme (threads of tweets)")],

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -31,7 +33,8 @@ from mtem.models.text import TextModel
 from mtem.progress import Progress
 from mtem.training import Trainer, TrainingSettings, find_device, find_precision
 
-ENGINES = ("plain", "layerwise", "layerwise, v at theta", "forward", "taylor", "second-order")
+# "pieces 2": the source batch in two pieces; "v at theta": without the virtual step's own gradient (virtual_step=false)
+ENGINES = ("plain", "layerwise", "layerwise, pieces 2", "layerwise, v at theta", "forward", "taylor", "second-order")
 # Shapes that need no weights: the cost does not depend on them.
 SHAPES = {
     "bert-base": {},
@@ -83,7 +86,8 @@ def measure(cases: Sequence[Case], progress: Progress | None = None) -> list[dic
         base = plain.get((row["batch"], row["length"]))
         ours = base is not None and "seconds" in row and "seconds" in base
         row["time_ratio"] = row["seconds"] / base["seconds"] if ours else None
-        row["memory_ratio"] = row["memory"] / base["memory"] if ours else None
+        row["memory_ratio"] = row["memory"] / max(1, base["memory"]) if ours else None
+        row |= machine()
     return rows
 
 
@@ -146,6 +150,7 @@ class _Bench:
             own = {field.name for field in dataclasses.fields(MtemSettings)}
             settings = {name: value for name, value in PAPER.items() if name in own}
             settings |= {"engine": case.engine.split(",")[0], "virtual_step": "at theta" not in case.engine}
+            settings["pieces"] = 2 if "pieces 2" in case.engine else 1
             self.method = Probe(model, MtemSettings(**settings), context)
             self.method.labels = target.labels
         model.eval()
@@ -220,6 +225,30 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def render(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """A table for people."""
+    about = rows[0]
+    console.print(
+        f"{about['model']}, length {about['length']}, {about['precision']}, {about['attention']} attention, "
+        f"{about['machine']}, torch {about['torch']}"
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("step", "batch", "ms", "x plain", "MiB", "x plain", "cosine", "relative error"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    for row in rows:
+        if "failed" in row:
+            table.add_row(row["engine"], str(row["batch"]), row["failed"])
+            continue
+        time_ratio, memory_ratio = ("" if row[k] is None else f"{row[k]:.2f}" for k in ("time_ratio", "memory_ratio"))
+        error = (f"{row['cosine']:.6f}", f"{row['relative_error']:.1e}") if "cosine" in row else ("", "")
+        table.add_row(
+            row["engine"], str(row["batch"]), f"{1e3 * row['seconds']:.1f}", time_ratio, f"{row['memory'] / 2**20:.0f}",
+            memory_ratio, *error,
+        )  # fmt: skip
+    console.print(table)
+    console.print("cosine, relative error: of the index gradient, against second order in fp32", style="dim")
 
 
 def cases(engines: Sequence[str], batches: Sequence[int], lengths: Sequence[int], **shared: Any) -> Iterator[Case]:

@@ -282,9 +282,12 @@ class Recorder:
         """Every call of a layer is noted, with its output. The parameters are constants meanwhile: autograd keeps nothing
         for their gradients."""
         casts: dict[Any, Tensor] = {}
+        norms: dict[Any, float] = {}
         for parameter in self._others:
             parameter.requires_grad_(False)
-        handles = [layer.register_forward_hook(self._hook(layer, note, casts, count), with_kwargs=True) for layer in self._layers]
+        handles = [
+            layer.register_forward_hook(self._hook(layer, note, casts, norms, count), with_kwargs=True) for layer in self._layers
+        ]
         try:
             yield
         finally:
@@ -293,7 +296,14 @@ class Recorder:
             for parameter in self._others:
                 parameter.requires_grad_(True)
 
-    def _hook(self, layer: nn.Module, note: Callable[[Any, Tensor], None], casts: dict[Any, Tensor], count: int) -> Any:
+    def _hook(
+        self,
+        layer: nn.Module,
+        note: Callable[[Any, Tensor], None],
+        casts: dict[Any, Tensor],
+        norms: dict[Any, float],
+        count: int,
+    ) -> Any:
         kind = _Linear if isinstance(layer, nn.Linear) else _Table if isinstance(layer, nn.Embedding) else _Norm
 
         def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
@@ -302,10 +312,16 @@ class Recorder:
             if kind is _Table and entered.dim() == 2 and len(entered) == 1 and count > 1:
                 # positions are looked up once for all examples: look at each example's copy of them
                 entered, output = entered.expand(count, -1), output.expand(count, -1, -1)
-            if kind is _Linear and value.dtype == output.dtype and type(value.grad_fn).__name__ == "GeluBackward0":
+            node = type(value.grad_fn).__name__
+            if kind is _Linear and node == "GeluBackward0" and value.dtype == output.dtype:
                 entered, remade = None, functools.partial(_gelu_again, value.grad_fn)
+            elif kind is _Linear and node == "NativeLayerNormBackward0" and value.grad_fn in norms:
+                remade = functools.partial(_norm_again, value.grad_fn, norms[value.grad_fn], output.dtype, casts)
+                entered = None
             elif kind is _Linear:
                 entered = _cast(entered, output.dtype, casts)
+            if kind is _Norm and output.grad_fn is not None:
+                norms[output.grad_fn] = layer.eps
             if not output.requires_grad:
                 output = output.detach().requires_grad_()
             note(kind(layer, *self._layers[layer], entered, remade), output)
@@ -318,6 +334,17 @@ def _gelu_again(node: Any) -> Tensor:
     """The activation's output from its input, which autograd keeps until its backward step."""
     with torch.no_grad():
         return F.gelu(node._saved_self, approximate=node._saved_approximate)
+
+
+def _norm_again(node: Any, eps: float, dtype: torch.dtype, casts: dict[Any, Tensor]) -> Tensor:
+    """A normalisation's output from its input, likewise; layers that were given the same one share it."""
+    if node not in casts:
+        casts.clear()
+        with torch.no_grad():
+            shape = node._saved_normalized_shape
+            again = F.layer_norm(node._saved_input, shape, node._saved_weight, node._saved_bias, eps)
+            casts[node] = again.to(dtype)
+    return casts[node]
 
 
 def _readable(module: nn.Module) -> bool:

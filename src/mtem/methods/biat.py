@@ -51,8 +51,13 @@ class BiatSettings:
     )
     virtual_weight: float = setting(1.0, "lambda 3: unlabeled texts, perturbed towards other and uncertain predictions", low=0.0)
     entropy_weight: float = setting(0.1, "lambda 4: entropy that the head raises and the encoder lowers", low=0.0)
-    radius: float = setting(0.05, "epsilon: norm of a perturbation, relative to that of the text's embeddings", low=0.0)
-    xi: float = setting(0.01, "norm of the random start of a virtual perturbation, relative likewise", low=1e-6)
+    radius: float = setting(
+        0.005,
+        "epsilon: norm of a perturbation, relative to that of the text's embeddings; ten times this turns most predictions of a "
+        "fine-tuned encoder",
+        low=0.0,
+    )
+    xi: float = setting(0.001, "norm of the random start of a virtual perturbation, relative likewise", low=1e-6)
     target_head_rate: float = setting(10.0, "learning rate of the target's own head relative to the model's", low=0.0)
 
 

@@ -40,8 +40,8 @@ class WindSettings:
     weight_rate: float = setting(1.0, "alpha: how far a text's w moves per visit; its weight is sigmoid(w)", low=0.0)
     weight_step: str = setting(
         "rms",
-        "what alpha multiplies: the raw gradient g (as published: about 1e-2, so with few visits the weights stay where they "
-        "are), g divided by its root mean square or its norm over the batch, or its sign",
+        "what alpha multiplies: the raw gradient g (as published; a visit then moves w by about 0.01, and it takes many), "
+        "g divided by its norm or its root mean square over the batch, or its sign",
         choices=("raw", "norm", "rms", "sign"),
     )
     inner_steps: int = setting(1, "times the weights of a batch are moved before theta is", low=1)
