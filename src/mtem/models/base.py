@@ -144,6 +144,11 @@ class Model(nn.Module):
         norms = self.norms(values, inputs)
         return values * torch.where(norms > 0, 1 / norms, 0.0)
 
+    def train(self, mode: bool = True) -> Model:
+        """As ever, but without a walk through all layers when nothing changes: methods say the mode several times a step."""
+        network = getattr(self, "network", self)
+        return self if self.training is mode and network.training is mode else super().train(mode)
+
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
