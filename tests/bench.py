@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
+import pytest
 import torch
 
 from mtem.data.loading import load_corpus
 from mtem.methods import Batch, Context
 from mtem.models.text import TextModel
+from mtem.training import Trainer
 from tests.conftest import make_texts
 
 CLASSES = ["bad", "good"]
@@ -90,3 +94,19 @@ class Bench:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in self.parameters().items()}
+
+
+@contextlib.contextmanager
+def stopped_after(updates: int, stage: str = "adapt"):
+    """The run inside is interrupted, and must be, when it has made so many updates in that stage."""
+    update, seen = Trainer.update, []
+
+    def stopping(self, *arguments, **named):
+        seen.append(self.name)
+        if seen.count(stage) > updates:
+            raise KeyboardInterrupt
+        update(self, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "update", stopping)
+        yield

@@ -20,7 +20,7 @@ import mtem
 from mtem import selection
 from mtem.errors import RequestError
 from mtem.run import Run
-from mtem.training import Trainer
+from tests.bench import stopped_after
 from tests.conftest import make_texts, write_jsonl
 
 MODEL = "model/model.safetensors"
@@ -119,19 +119,8 @@ def test_without_an_output_nothing_is_written(tiny, tmp_path, monkeypatch):
 def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, where):
     stage, stop = where
     whole = adapt(tiny, output=tmp_path / "whole", checkpoint_seconds=0.0)
-    update = Trainer.update
-    seen = {"source": 0, "adapt": 0}
-
-    def stopping(self, *arguments, **named):
-        seen[self.name] += 1
-        if self.name == stage and seen[stage] > stop:
-            raise KeyboardInterrupt
-        update(self, *arguments, **named)
-
-    monkeypatch.setattr(Trainer, "update", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after(stop, stage):
         adapt(tiny, output=tmp_path / "cut", checkpoint_seconds=0.0)
-    monkeypatch.undo()
     with pytest.raises(RequestError, match="not finished"):
         mtem.load(tmp_path / "cut")
     resumed = adapt(tiny, output=tmp_path / "cut", resume=True)

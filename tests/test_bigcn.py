@@ -22,6 +22,7 @@ from mtem.models.bigcn import BiGCN, Dense, Graph, Sparse, kept_edges
 from mtem.models.threads import Threads
 from mtem.models.trees import BigcnSettings, TreeModel
 from mtem.training import TrainingSettings
+from tests.bench import stopped_after
 from tests.conftest import GOOD, PLAIN, make_encoder, make_texts, write_jsonl
 from tests.reference import bigcn as reference
 from tests.threads import SHAPES, make_parents, make_threads, write_threads
@@ -561,21 +562,10 @@ def test_a_word_of_the_test_set_alone_has_no_influence(files, tmp_path):
 
 
 def test_a_run_repeats_and_resumes_bit_for_bit(files, tmp_path, monkeypatch):
-    from mtem.training import Trainer
 
     whole = adapt(files, output=tmp_path / "whole", checkpoint_seconds=0.0)
-    update, seen = Trainer.update, []
-
-    def stopping(self, *arguments, **named):
-        seen.append(self.name)
-        if seen.count("adapt") > 3:
-            raise KeyboardInterrupt
-        update(self, *arguments, **named)
-
-    monkeypatch.setattr(Trainer, "update", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after(3):
         adapt(files, output=tmp_path / "cut", checkpoint_seconds=0.0)
-    monkeypatch.undo()
     resumed = adapt(files, output=tmp_path / "cut", checkpoint_seconds=0.0, resume=True)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name

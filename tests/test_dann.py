@@ -16,8 +16,8 @@ from torch import nn
 import mtem
 from mtem import selection
 from mtem.methods.dann import Dann, halves
-from mtem.training import Trainer, TrainingSettings, make_optimizer
-from tests.bench import SOURCE, Bench
+from mtem.training import TrainingSettings, make_optimizer
+from tests.bench import SOURCE, Bench, stopped_after
 from tests.conftest import make_texts, write_jsonl
 from tests.reference import dann as reference
 
@@ -170,18 +170,8 @@ def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "choose", lambda scores: len(scores) - 1)  # the last weights, whatever they are worth
     request = {**tiny, "method": "dann", "source_epochs": 0.5, "checkpoint_seconds": 0.0}
     mtem.adapt(**request, output=tmp_path / "whole")
-    update, seen = Trainer.update, []
-
-    def stopping(self, *given):
-        seen.append(self.name)
-        if seen.count("adapt") > 5:
-            raise KeyboardInterrupt
-        update(self, *given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "update", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            mtem.adapt(**request, output=tmp_path / "cut")
+    with stopped_after(5):
+        mtem.adapt(**request, output=tmp_path / "cut")
     mtem.adapt(**request, output=tmp_path / "cut", resume=True)
     whole, cut = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
     source = load_file(tmp_path / "whole" / "checkpoints" / "source.safetensors")

@@ -16,8 +16,8 @@ import mtem
 from mtem import inference, selection
 from mtem.methods.mme import Mme
 from mtem.models.base import CosineHead
-from mtem.training import Trainer, TrainingSettings, make_optimizer
-from tests.bench import FEW, SIZE, SOURCE, Bench
+from mtem.training import TrainingSettings, make_optimizer
+from tests.bench import FEW, SIZE, SOURCE, Bench, stopped_after
 from tests.conftest import make_texts, write_jsonl
 from tests.reference import mme as reference
 
@@ -194,18 +194,8 @@ def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, 
     few = write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))
     request = {**tiny, "method": "mme", "target_labeled": str(few), "source_epochs": 0.5, "checkpoint_seconds": 0.0}
     mtem.adapt(**request, output=tmp_path / "whole")
-    update, seen = Trainer.update, []
-
-    def stopping(self, *given):
-        seen.append(self.name)
-        if seen.count("adapt") > 5:
-            raise KeyboardInterrupt
-        update(self, *given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "update", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            mtem.adapt(**request, output=tmp_path / "cut")
+    with stopped_after(5):
+        mtem.adapt(**request, output=tmp_path / "cut")
     mtem.adapt(**request, output=tmp_path / "cut", resume=True)
     whole, cut = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
     source = load_file(tmp_path / "whole" / "checkpoints" / "source.safetensors")

@@ -12,7 +12,7 @@ from scipy.special import softmax
 import mtem
 from mtem import inference, methods, priors
 from mtem.methods.source_only import SourceOnly
-from mtem.training import Trainer
+from tests.bench import stopped_after
 from tests.conftest import make_texts
 
 
@@ -155,18 +155,8 @@ def test_the_papers_preset_assumes_nothing():
 def test_a_stopped_run_with_shares_resumes_to_the_same_weights(task, tmp_path, monkeypatch):
     given = {**task, "prior": "estimated", "class_weights": "balanced", "checkpoint_seconds": 0.0}
     whole = mtem.adapt(**given, output=tmp_path / "whole")
-    update, seen = Trainer.update, []
-
-    def stopping(self, *arguments, **named):
-        seen.append(self.name)
-        if seen.count("adapt") > 3:
-            raise KeyboardInterrupt
-        update(self, *arguments, **named)
-
-    monkeypatch.setattr(Trainer, "update", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after(3):
         mtem.adapt(**given, output=tmp_path / "cut")
-    monkeypatch.undo()
     resumed = mtem.adapt(**given, output=tmp_path / "cut", resume=True)
     assert resumed.record["prior"] == whole.record["prior"]
     np.testing.assert_array_equal(resumed.predict_proba(task["target"]), whole.predict_proba(task["target"]))
