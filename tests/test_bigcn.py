@@ -21,6 +21,7 @@ from mtem.models.base import CosineHead
 from mtem.models.bigcn import BiGCN, Dense, Graph, Sparse, kept_edges
 from mtem.models.threads import Threads
 from mtem.models.trees import BigcnSettings, TreeModel
+from mtem.progress import Progress
 from mtem.training import TrainingSettings
 from tests.bench import stopped_after
 from tests.conftest import GOOD, PLAIN, make_encoder, make_texts, write_jsonl
@@ -615,17 +616,16 @@ def test_other_features_serve_a_run(files, vectors, encoder, tmp_path, features)
     np.testing.assert_allclose(mtem.load(tmp_path / "run").predict_proba(test), adapted.predict_proba(test), atol=1e-4)
 
 
+class Watched(Progress):
+    def __init__(self):
+        super().__init__(quiet=True)
+        self.lines = []
+
+    def notice(self, line):
+        self.lines.append(line)
+
+
 def test_plain_texts_are_allowed_and_told(reviews):
-    from mtem.progress import Progress
-
-    class Watched(Progress):
-        def __init__(self):
-            super().__init__(quiet=True)
-            self.lines = []
-
-        def notice(self, line):
-            self.lines.append(line)
-
     watched = Watched()
     adapted = mtem.adapt(str(reviews["books"]), str(reviews["kitchen"]), progress=watched, **SMALL)
     assert [line.split(":")[0] for line in watched.lines if "without replies" in line] == ["books.jsonl", "kitchen.jsonl"]
@@ -726,3 +726,11 @@ def test_even_shares_are_assumed_unless_the_paper_is_asked_for(tmp_path):
     assert mtem.adapt(source, target, **given).record["prior"]["shares"] == {"no": 0.5, "yes": 0.5}
     assert mtem.adapt(source, target, preset="paper", **given).record["prior"] is None
     assert mtem.adapt(source, target, prior="none", **given).record["prior"] is None
+
+
+def test_an_encoder_given_threads_says_that_it_sees_the_first_posts(files, encoder):
+    watched = Watched()
+    given = {"max_length": 16, "steps": 1, "source_epochs": 0.2, "batch_size": 8}
+    mtem.adapt(str(files["paris"]), str(files["ferguson"]), model=encoder, progress=watched, **given)
+    told = [line for line in watched.lines if "sees the first post of each" in line]
+    assert len(told) == 2 and all("--model bigcn" in line for line in told)

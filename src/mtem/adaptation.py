@@ -91,6 +91,10 @@ def adapt(
             progress.notice(line)
         if corpus is not None and shape.threads and not corpus.threaded:
             progress.notice(f"{corpus.name}: these are texts without replies, of which {model} sees no more than the words")
+        if corpus is not None and corpus.threaded and not shape.threads:
+            progress.notice(
+                f"{corpus.name}: these are threads, of which an encoder sees the first post; --model bigcn sees the replies"
+            )
 
     request = {
         "method": method,
