@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtem import layerwise, metagrad, tsallis
+from mtem import layer_calls, layerwise, metagrad, tsallis
 from mtem.methods import cross_entropy, functional
 from mtem.models.text import TextModel
 from tests.conftest import SHAPES, make_encoder
@@ -66,6 +66,22 @@ def test_products_and_weighted_sums_are_autograds(model):
         torch.testing.assert_close(value, wanted, atol=1e-5, rtol=2e-4)
 
 
+def test_a_thrifty_recording_says_the_same(model, monkeypatch):
+    monkeypatch.setattr(layer_calls, "REMADE", 1)
+    inputs, watch = batch(model), recorder(model)
+    thrifty, lavish = (watch.record(lambda: model(inputs), 5, thrifty=thrifty) for thrifty in (True, False))
+    for recording in (thrifty, lavish):
+        recording.backward(F.cross_entropy(recording.scores, LABELS, reduction="none"))
+    kept = [sum(call.entered is not None for call in recording._calls) for recording in (thrifty, lavish)]
+    gated = model.network.config.model_type == "modernbert"  # there a product stands between activation and layer
+    assert (kept[0] == kept[1]) if gated else (kept[0] < kept[1]), "some inputs are not kept"
+    weights = torch.tensor([0.3, 2.0, -1.0, 0.0, 1.0])
+    expected = lavish.gradient(weights)
+    for name, value in thrifty.gradient(weights).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(thrifty.product(expected), lavish.product(expected))
+
+
 def test_hardly_anything_is_left_out(model):
     watch = recorder(model)
     assert watch.share_left_out < 0.01
@@ -116,11 +132,10 @@ def test_the_meta_gradient_is_second_orders(model, pieces):
     torch.testing.assert_close(found.source_loss, exact.source_loss, atol=1e-5, rtol=1e-4)
     error = (found.gradient - exact.gradient).norm() / exact.gradient.norm()
     assert error < 1e-4
-    at_theta = layerwise.meta_gradient(
-        recording, log_probs, LABELS, index,
-        lambda: (len(truth[rows]) / 3 * cross_entropy(model(part), truth[rows]) for part, rows in parts), 0.05,
-        virtual_step=False,
-    )  # fmt: skip
+    at_theta = layerwise.source_gradient(
+        watch, lambda: (len(truth[rows]) / 3 * cross_entropy(model(part), truth[rows]) for part, rows in parts)
+    )
+    at_theta = layerwise.meta_gradient(recording, log_probs, LABELS, index, at_theta, 0.05)
     difference = (at_theta.gradient - exact.gradient).norm() / exact.gradient.norm()
     assert 1e-4 < difference < 0.7, "v at theta is another number, though near"
 

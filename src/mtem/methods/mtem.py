@@ -189,27 +189,25 @@ class Mtem(Method):
         r"""The same from one pass: before and after the outer loop :math:`\theta`'s gradient is a weighted sum of the same
         per-text gradients, :math:`\sum_i p_i^{\psi_i - 1} \nabla(-\log p_i) / |B|`.
         """
-        self.model.train(self.settings.dropout)
-        recording = self.recorder.record(lambda: self.model(student), len(rows))
+        settings = self.settings
+        outer: Any = lambda: self.source_pieces(source)  # noqa: E731
+        if settings.meta and not settings.virtual_step:
+            outer = layerwise.source_gradient(self.recorder, outer)
+        self.model.train(settings.dropout)
+        recording = self.recorder.record(lambda: self.model(student), len(rows), thrifty=settings.meta and settings.virtual_step)
         if labels is None:
             labels = self.drawn(recording.scores.detach(), log["temperature"])
         log_probs = torch.log_softmax(recording.scores, dim=-1)
         recording.backward(tsallis.surprisal(log_probs, labels))
         log_probs = log_probs.detach()
-        if self.settings.meta:
-            self.model.eval()
-            held = self.model.prepare(source.inputs)
-            meta = layerwise.meta_gradient(
-                recording, log_probs, labels, self.index[rows],
-                lambda: self.source_pieces(held, source.labels, self.settings.pieces),
-                self.virtual_rate(), virtual_step=self.settings.virtual_step,
-            )  # fmt: skip
+        if settings.meta:
+            meta = layerwise.meta_gradient(recording, log_probs, labels, self.index[rows], outer, self.virtual_rate())
             self.index[rows] = self.moved(self.index[rows], meta.gradient, number)
             log["meta_loss"] = meta.source_loss
         index = self.index[rows]
         log["target_loss"] = tsallis.loss(log_probs, labels, index).mean()
         weights = tsallis.pseudo_weight(log_probs, labels, index)
-        return None, recording.gradient(self.settings.target_weight / len(rows) * weights)
+        return None, recording.gradient(settings.target_weight / len(rows) * weights)
 
     # ------------------------------------------------------------------ the lines of Algorithm 1
 
@@ -236,10 +234,12 @@ class Mtem(Method):
     def virtual_rate(self) -> float:
         return self.context.rate() if self.settings.virtual_rate is None else self.settings.virtual_rate
 
-    def source_pieces(self, inputs: Any, labels: Tensor, pieces: int) -> Iterator[Tensor]:
-        """The source loss, piece by piece of the batch."""
+    def source_pieces(self, source: Batch) -> Iterator[Tensor]:
+        """The source loss without dropout, piece by piece of the batch."""
+        self.model.eval()
+        inputs, labels = self.model.prepare(source.inputs), source.labels
         whole = class_mass(labels, self.context.class_weights)
-        for part, rows in self.model.split(inputs, pieces):
+        for part, rows in self.model.split(inputs, self.settings.pieces):
             share = class_mass(labels[rows], self.context.class_weights) / whole
             yield share * self.cross_entropy(self.model(part), labels[rows])
 
