@@ -20,8 +20,9 @@ import mtem
 from mtem import selection
 from mtem.errors import RequestError
 from mtem.run import Run
+from mtem.weights import add_bias
 from tests.bench import stopped_after
-from tests.conftest import make_texts, write_jsonl
+from tests.conftest import make_encoder, make_texts, write_jsonl
 
 MODEL = "model/model.safetensors"
 
@@ -330,3 +331,123 @@ def test_unknown_names_are_refused_with_what_there_is(tiny):
         adapt(tiny, preset="best")
     with pytest.raises(RequestError, match="between 0"):
         adapt(tiny, corruption=3.0)
+
+
+# ---------------------------------------------------------------------- a given source model, and an observer
+
+
+@pytest.mark.parametrize("method", ["mtem", "mme", "dann"])
+def test_a_given_source_model_leads_to_the_same_weights(tiny, tmp_path, method):
+    whole = adapt(tiny, method=method, output=tmp_path / "whole")
+    before = adapt(tiny, method=method if method == "mme" else "source-only", steps=0)
+    adapt(tiny, method=method, output=tmp_path / "begun", source_model=before)
+    adapt(tiny, method=method, output=tmp_path / "again", source_model=tmp_path / "whole", source_epochs=7)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "begun"))
+    record = json.loads((tmp_path / "begun" / "run.json").read_text())
+    assert record["steps"]["source"] == 0 and record["source_model"]["path"] is None and whole.record["source_model"] is None
+    assert record["selection"] == whole.record["selection"]
+    source = [load_file(tmp_path / run / "checkpoints" / "source.safetensors") for run in ("whole", "begun", "again")]
+    assert same(source[0], source[1])
+    stages = {json.loads(line)["stage"] for line in (tmp_path / "begun" / "history.jsonl").read_text().splitlines()}
+    assert stages == {"adapt", "evaluation"}
+    if method != "mme":  # whose head is saved as a linear one, up to rounding
+        assert same(source[0], source[2]) and same(weights(tmp_path / "whole"), weights(tmp_path / "again"))
+
+
+def test_a_source_model_may_have_been_trained_with_other_layers_frozen(tiny, tmp_path):
+    before = adapt(tiny, method="source-only", output=tmp_path / "before")
+    adapt(tiny, source_model=before, frozen_layers=2, method="source-only", output=tmp_path / "after")
+    assert same(weights(tmp_path / "before"), weights(tmp_path / "after"))
+
+
+def test_a_source_model_that_does_not_fit_is_refused(tiny, tmp_path):
+    before = adapt(tiny, method="source-only", output=tmp_path / "before")
+    with pytest.raises(RequestError, match="head is of another kind"):
+        adapt(tiny, method="mme", source_model=before)
+    texts = make_texts(40, 1)
+    other = ([text for text, _ in texts], [label.upper() for _, label in texts])
+    with pytest.raises(RequestError, match=r"classes are bad, good.*BAD, GOOD"):
+        adapt(tiny, source=other, source_model=tmp_path / "before")
+    wider = make_encoder(tmp_path / "other", "distilbert")
+    with pytest.raises(RequestError, match="does not fit this model"):
+        adapt(tiny, model=wider, source_model=before)
+    (tmp_path / "before" / "checkpoints" / "source.safetensors").unlink()
+    with pytest.raises(RequestError, match="not kept"):
+        adapt(tiny, source_model=tmp_path / "before")
+
+
+def test_a_run_from_a_source_model_resumes_with_that_one_only(tiny, tmp_path):
+    one, other = (adapt(tiny, method="source-only", seed=seed) for seed in (0, 1))
+    adapt(tiny, output=tmp_path / "whole", source_model=one)
+    with stopped_after(3):
+        adapt(tiny, output=tmp_path / "cut", source_model=one, checkpoint_seconds=0.0)
+    for wrong in (other, None):
+        with pytest.raises(RequestError, match="another source model"):
+            adapt(tiny, output=tmp_path / "cut", source_model=wrong, resume=True)
+    adapt(tiny, output=tmp_path / "cut", source_model=one, resume=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+@pytest.mark.parametrize("method", ["mtem", "fixmatch"])
+def test_an_observer_changes_nothing(tiny, tmp_path, method):
+    lines = []
+
+    def observe(line, model):
+        lines.append(line)
+        torch.rand(7)  # an observer may draw
+        mtem.adapted.inference.predict_texts(model, ["good1 word1"])
+
+    adapt(tiny, method=method, output=tmp_path / "alone", log_every=1)
+    adapt(tiny, method=method, output=tmp_path / "seen", log_every=1, observe=observe)
+    assert same(weights(tmp_path / "alone"), weights(tmp_path / "seen"))
+    written = [json.loads(line) for line in (tmp_path / "seen" / "history.jsonl").read_text().splitlines()]
+    assert [{"seconds": entry["seconds"], **line} for entry, line in zip(written, lines, strict=True)] == written
+    without = []
+    adapt(tiny, method=method, log_every=1, observe=lambda line, model: without.append(line))
+    assert without == lines, "a run without a folder is observed all the same"
+
+
+@pytest.mark.parametrize("prior", ["none", "uniform"])
+def test_an_observer_sees_the_weights_that_are_judged(tiny, reviews, prior):
+    """Among them the ones that are kept, with the correction of the prior that the finished model has."""
+    texts = [text for text, _ in make_texts(30, 9, 0.7)]
+    seen = {}
+
+    def observe(line, model):
+        if line["stage"] == "evaluation":
+            kept = [value.clone() for value in (model.head.weight, model.head.bias)]
+            add_bias(model, line.get("bias", [0.0, 0.0]))
+            seen[line["step"]] = mtem.adapted.inference.predict_texts(model, texts)
+            with torch.no_grad():
+                model.head.bias.copy_(kept[1])
+
+    adapted = adapt(tiny, prior=prior, observe=observe)
+    assert sorted(seen) == [entry["step"] for entry in adapted.record["selection"]["candidates"]]
+    np.testing.assert_array_equal(seen[adapted.record["selection"]["chosen_step"]], adapted.predict_proba(texts))
+
+
+def test_the_correction_of_the_prior_does_not_depend_on_the_method(tiny):
+    """A method of many steps and one of none look at the same target texts for it."""
+    target = [text for text, _ in make_texts(400, 12, 0.5)]
+    found = []
+    for changes in ({"method": "source-only"}, {"epochs": 2, "evaluations": 1}):
+        lines = []
+        adapt(tiny, target=target, prior="uniform", observe=lambda line, _, lines=lines: lines.append(line), **changes)
+        found.append(next(line["bias"] for line in lines if line["stage"] == "evaluation"))
+    assert found[0] == found[1]
+
+
+def test_the_command_takes_a_source_model(tiny, tmp_path):
+    from typer.testing import CliRunner
+
+    from mtem import cli
+
+    adapt(tiny, output=tmp_path / "whole")
+    words = [word for path in tiny["source"] for word in ("--source", path)]
+    words += ["--target", tiny["target"], "--model", str(tiny["model"]), "--source-model", str(tmp_path / "whole")]
+    given = {name: value for name, value in tiny.items() if name not in ("source", "target", "model")}
+    words += [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+    told = CliRunner().invoke(cli.app, ["adapt", *words, "--output", str(tmp_path / "run"), "-q"])
+    assert told.exit_code == 0, told.output
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["source_model"]["path"] == str(tmp_path / "whole")

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtem.data.batching import Batches, padding_share, sequential
+from mtem.data.batching import Batches, on_device, padding_share, sequential
 
 row_lengths = st.lists(st.integers(1, 300), min_size=1, max_size=200).map(np.array)
 
@@ -79,3 +80,9 @@ def test_nothing_and_nonsense():
     for arguments in (([], 4, 0), ([1, 2], 0, 0)):
         with pytest.raises(ValueError):
             Batches(*arguments)
+
+
+def test_arrays_arrive_as_they_are():
+    rows = np.random.default_rng(0).permutation(1000)
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        assert on_device(rows.copy(), torch.device(device)).tolist() == rows.tolist()

@@ -433,3 +433,17 @@ def test_the_packaged_encoder_loads():
     assert model._upper and model.frozen_layers == 4
     tokens = model.encode_texts(["the lid does not fit", "lovely"])
     assert torch.isfinite(model(model.collate(tokens, np.arange(2)))).all()
+
+
+def test_masks_are_taken_as_transformers_would(model):
+    """Full batches go without a mask, padded ones with a mask of four axes where that is the same."""
+    network = model.network.eval()
+    tokens = model.encode_texts(["good1 bad2 word3", "word1 word2 word3", "bad3"])
+    for rows, full in (([0, 1], True), ([0, 2], False), ([2], True)):
+        inputs = model.collate(tokens, np.asarray(rows))
+        assert (model._mask(inputs) is None) == full
+        mask = inputs["attention_mask"].clone()
+        assert mask.sum() == sum(tokens.lengths[row] for row in rows)
+        with torch.no_grad():
+            expected = network(input_ids=inputs["input_ids"], attention_mask=mask).logits
+            torch.testing.assert_close(model(inputs), expected, atol=1e-6, rtol=1e-5)

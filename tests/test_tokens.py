@@ -1,6 +1,7 @@
 """Tokens: the tokenizer's own numbers, made once, read in place."""
 
 import errno
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -89,6 +90,27 @@ def test_what_matters_makes_a_new_file(own_cache):
     tokenize(load_corpus(["a bad book"], labeled=False), small_tokenizer(), 8)
     assert len(list((own_cache / "tokens").iterdir())) == 5
     assert tokenizer_fingerprint(small_tokenizer()) == tokenizer_fingerprint(small_tokenizer())
+
+
+def send_lengths(pipe, cache, texts):
+    pipe.send(tokenize(load_corpus(texts, labeled=False), small_tokenizer(), 64, cache=cache).lengths.tolist())
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_in_another_process_after_this_one_used_its_threads(tmp_path, monkeypatch, way):
+    """A forked process has none of the threads of its parent's tokenizer, and must not wait for them."""
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    texts = [" ".join(["good"] * (1 + i % 7)) for i in range(3000)]
+    here = tokenize(load_corpus(texts, labeled=False), small_tokenizer(), 64).lengths.tolist()
+    context = multiprocessing.get_context(way)
+    ours, theirs = context.Pipe()
+    other = context.Process(target=send_lengths, args=(theirs, tmp_path / "other", texts), daemon=True)
+    other.start()
+    try:
+        assert ours.poll(60), "no answer from the other process"
+        assert ours.recv() == here
+    finally:
+        other.kill()
 
 
 def test_damaged_file_is_made_again(own_cache):

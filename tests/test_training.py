@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
-from mtem import rates
+from mtem import methods, rates, training
 from mtem.errors import RequestError, RunError
 from mtem.methods import Context
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
@@ -149,6 +152,164 @@ def test_state_round_trip_continues_to_the_same_weights(encoder, optimizer):
     assert not torch.equal(first.head.weight, second.head.weight)
 
 
+def assert_near(one, other):
+    """But for the biases of the keys: attention does not depend on them, and Adam makes steps of their gradient's rounding."""
+    for name, value in one.items():
+        if not name.endswith("key.bias"):
+            torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+def test_the_fused_kernel_takes_the_steps_of_the_plain_one(encoder, monkeypatch, optimizer):
+    ends = []
+    for places in (training.FUSED, ()):
+        monkeypatch.setattr(training, "FUSED", places)
+        model = fresh(encoder)
+        made = trainer(model, optimizer=optimizer, weight_decay=0.1, layer_decay=0.7, steps=12)
+        assert bool(made.optimizer.param_groups[0]["fused"]) == bool(places)
+        made.run()
+        ends.append({name: parameter.detach() for name, parameter in model.named_parameters()})
+    begun = dict(fresh(encoder).named_parameters())
+    assert_near(ends[0], ends[1])
+    assert not torch.allclose(ends[0]["network.classifier.weight"], begun["network.classifier.weight"], atol=1e-4)
+
+
+def test_what_a_plain_optimizer_left_a_fused_one_goes_on_with(encoder, monkeypatch):
+    whole, cut = fresh(encoder), fresh(encoder)
+    trainer(whole).run()
+    monkeypatch.setattr(training, "FUSED", ())
+    kept = {}
+
+    def stop(done):
+        if done == 5:
+            kept.update({name: value.clone() for name, value in first.state().items()})
+            raise KeyboardInterrupt
+
+    first = trainer(cut, after=stop)
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    monkeypatch.undo()
+    resumed = trainer(cut)
+    resumed.load_state(kept)
+    assert resumed.optimizer.param_groups[0]["fused"]
+    resumed.run(5)
+    assert_near(dict(cut.named_parameters()), dict(whole.named_parameters()))
+
+
+def test_given_gradients_may_have_any_strides(encoder):
+    """The fused kernels on the CPU read a gradient's memory as if it had the parameter's strides."""
+    ends = []
+    for transposed in (False, True):
+        model = fresh(encoder)
+        draw = torch.Generator().manual_seed(1)
+        given = {name: torch.randn(p.shape, generator=draw) for name, p in model.trainable().items()}
+        if transposed:
+            given = {name: value.T.contiguous().T if value.dim() == 2 else value for name, value in given.items()}
+            assert not given["network.classifier.weight"].is_contiguous()
+        trainer(model, clip=0.0).update(None, gradients=given)
+        ends.append({name: parameter.detach() for name, parameter in model.named_parameters()})
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+# ---------------------------------------------------------------------- nothing in a step waits for the device
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what would have the CPU wait for a GPU: numbers read, and results whose shape depends on values.
+
+    It runs without one, and so cannot see transfers; the test on a GPU does.
+    """
+
+    NAMES = ("_local_scalar_dense", "nonzero", "bincount", "_unique2", "masked_select", "equal", "_linalg_check_errors")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        fills = name == "index_put_" and args[2].numel() == 1  # one number where a mask says so: no shape depends on it
+        masked = name in ("index", "index_put", "index_put_") and not fills
+        by_mask = masked and any(each is not None and each.dtype is torch.bool for each in args[1])
+        if name in self.NAMES or by_mask or (name == "repeat_interleave" and "output_size" not in (kwargs or {})):
+            raise AssertionError(f"{name}: the CPU would wait here")
+        return function(*args, **(kwargs or {}))
+
+
+def ready(encoder, name, device="cpu", **changes):
+    """A trainer of the method whose batches are there, with labeled target texts."""
+    kind = methods.get(name)
+    settings = kind.Settings(**changes)
+    torch.manual_seed(0)
+    model = TextModel.create(encoder, ("bad", "good"), max_length=16)
+    kind.adjust(model, settings)
+    model.to(device)
+    rows = make_texts(40, 1)
+    tokens = model.encode_texts([text for text, _ in rows])
+    labels = np.array([label == "good" for _, label in rows], dtype=np.int64)
+    few = np.arange(20, 40)
+    streams = [Stream(model, tokens, *given) for given in (
+        (np.arange(40), labels, 10, 1), (np.arange(40), None, 10, 2), (few, labels, 6, 3),
+    )]  # fmt: skip
+    given = {"source_size": 40, "few_rows": torch.from_numpy(few).to(device), "few": streams[2]}
+    context = Context(6, 40, 2, torch.Generator(), lambda: 1e-3, **given)
+    return Trainer(
+        kind(model, settings, context), TrainingSettings(log_every=1000), name=name, steps=6, rate=1e-3,
+        source=streams[0], target=streams[1], progress=Progress(quiet=True),
+    )  # fmt: skip
+
+
+def run_inside(trainer, inside, warm):
+    """The steps after the first `warm` ones, batches included, in the context that `inside` makes."""
+    for step in range(warm + 2):
+        trainer._set_rate(step)
+        with inside() if step >= warm else contextlib.nullcontext():
+            target = trainer.target(step)
+            trainer.method.step(step, trainer.source(step), target, trainer.update)
+
+
+STEPS = [("mtem", engine) for engine in ("layerwise", "forward", "taylor", "second-order")]
+STEPS += [(name, None) for name in methods.METHODS if name != "mtem"]
+
+
+@pytest.fixture
+def unread_masks(monkeypatch):
+    """transformers reads the attention mask in every forward pass, to leave it out where it hides nothing."""
+    monkeypatch.setattr(masking_utils, "_ignore_bidirectional_mask_sdpa", lambda *_, **__: False)
+
+
+@pytest.mark.parametrize("name, engine", STEPS)
+def test_no_step_reads_a_number(encoder, unread_masks, name, engine):
+    if name == "cst":
+        pytest.skip("one_hot reads its labels, though on the CPU alone: the test on a GPU must do")
+    made = ready(encoder, name, **({"engine": engine} if engine else {}))
+    run_inside(made, NoWaiting, warm=1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name, engine", STEPS)
+def test_no_step_waits_for_the_gpu(encoder, unread_masks, name, engine, precision):
+    check_waiting(ready(encoder, name, "cuda", **({"engine": engine} if engine else {})), precision)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["mtem", "source-only"])
+def test_nor_do_the_masks(encoder, name):
+    check_waiting(ready(encoder, name, "cuda"), torch.bfloat16)
+
+
+def check_waiting(made, precision):
+    made.method.model.precision = precision
+    made.scaler = torch.amp.GradScaler("cuda", enabled=precision is torch.float16)
+
+    @contextlib.contextmanager
+    def strictly():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    run_inside(made, strictly, warm=3)
+
+
 # ---------------------------------------------------------------------- errors
 
 
@@ -226,3 +387,14 @@ def test_the_history_is_logged_every_so_many_steps_and_at_the_end(model):
     trainer(model, log_every=3, lines=lines).run()
     assert [line["step"] for line in lines] == [1, 4, 7, 8]
     assert {"stage", "step", "rate", "source_loss", "gradient_norm"} <= lines[0].keys()
+
+
+def test_quantiles_of_many_indexes_are_those_of_a_sample(model):
+    class Indexed(SourceOnly):
+        def indexes(self):
+            return torch.linspace(1.0, 5.0, 1_000_003)
+
+    lines = []
+    method = Indexed(model, SourceOnlySettings(), Context(1, 0, 2, torch.Generator(), lambda: 0.0))
+    trainer(model, steps=1, method=method, lines=lines).run()
+    assert lines[0]["index_quantiles"] == pytest.approx([1.4, 3.0, 4.6], abs=1e-3)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from mtem.errors import RequestError
 from mtem.models import encoders
 from mtem.models.base import Model
 from mtem.progress import Progress
-from mtem.run import Run
+from mtem.run import Observer, Run
 from mtem.storage import read_json
 from mtem.training import TrainingSettings, find_device, find_precision
+from mtem.weights import begin_from, fingerprint
 
 
 def adapt(
@@ -32,8 +34,10 @@ def adapt(
     model: str | os.PathLike[str] = encoders.DEFAULT,
     method: str = "mtem",
     preset: str = "recommended",
+    source_model: Adapted | str | os.PathLike[str] | None = None,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    observe: Observer | None = None,
     text_column: str | None = None,
     label_column: str | None = None,
     progress: Progress | None = None,
@@ -51,21 +55,21 @@ def adapt(
         An encoder (a packaged name, a directory, or a Hugging Face name), or "bigcn" for threads.
     method, preset
         See `mtem methods`. A preset sets many settings at once; what is given by name comes on top.
+    source_model
+        What an earlier adaptation returned, or its run directory: its theta_1 is taken instead of training one.
     output
         The run directory; without it nothing is written and nothing can be resumed.
     resume
         Go on with the unfinished run in `output`.
+    observe
+        Called with every line of the history and the model. At those of stage "evaluation" the model has the weights that were
+        judged, and "bias" is the correction of the prior they would get in the end (see `weights.add_bias`).
     given
         Any field of `TrainingSettings` or of the settings of the method or the model.
     """
     progress = progress or Progress(quiet=True)
-    kind = methods.get(method)
-    if preset not in kind.presets:
-        raise RequestError(f"unknown preset '{preset}': {method} has {', '.join(kind.presets)}")
-    shape = models.kind(model)
-    values = {**shape.defaults, **kind.presets[preset]}
-    values |= {name: value for name, value in shape.presets.get(preset, {}).items() if name in values}
-    parts = settings.build({"training": TrainingSettings, "method": kind.Settings, "model": shape.Settings}, {**values, **given})
+    kind, shape = methods.get(method), models.kind(model)
+    parts = find_settings(model, method, preset, given)
     training: TrainingSettings = parts["training"]
     device = find_device(training.device)
     precision = find_precision(training.precision, device)
@@ -73,6 +77,8 @@ def adapt(
     if directory is not None:
         check_output(directory, resume)
     place = models.find(model, parts["model"])
+    if source_model is not None and not isinstance(source_model, Adapted):
+        source_model = Adapted.load(source_model)
 
     progress.say("reading the data")
     columns = {"text_column": text_column, "label_column": label_column}
@@ -107,6 +113,7 @@ def adapt(
             "target": list(unlabeled.files),
             "target_labeled": list(few.files) if few is not None else [],
         },
+        "source_model": None if source_model is None else {"path": source_model.path, "sha256": fingerprint(source_model)},
     }
     if resume and directory is not None:
         if not (directory / "run.json").exists():
@@ -117,11 +124,14 @@ def adapt(
             return Adapted.load(directory)
     torch.manual_seed(training.seed)
     corpora = [corpus for corpus in (labeled, unlabeled, few) if corpus is not None]
-    network = models.create(place, labeled.classes, corpora, parts["model"], training).to(device)
+    like = None if source_model is None else source_model.model
+    network = models.create(place, labeled.classes, corpora, parts["model"], training, like).to(device)
+    kind.adjust(network, parts["method"])
+    if source_model is not None:
+        begin_from(network, source_model)
     if network.max_length is not None and network.max_length < training.max_length:
         progress.notice(f"max_length={training.max_length}: the encoder takes {network.max_length} tokens, texts are cut there")
     network.precision = precision
-    kind.adjust(network, parts["method"])
     network.freeze(frozen(training, network))
 
     with contextlib.ExitStack() as stack:
@@ -129,8 +139,21 @@ def adapt(
             workspace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
         else:
             workspace = directory / "checkpoints"
-        run = Run(network, kind, training, parts["method"], labeled, unlabeled, few, directory, workspace, progress, request)
+        run = Run(
+            network, kind, training, parts["method"], labeled, unlabeled, few, directory, workspace, progress, request,
+            observe=observe,
+        )  # fmt: skip
         return run.go(resume)
+
+
+def find_settings(model: str | os.PathLike[str], method: str, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of an adaptation, as "training", "method" and "model": the defaults, the preset's, those given on top."""
+    kind, shape = methods.get(method), models.kind(model)
+    if preset not in kind.presets:
+        raise RequestError(f"unknown preset '{preset}': {method} has {', '.join(kind.presets)}")
+    values = {**shape.defaults, **kind.presets[preset]}
+    values |= {name: value for name, value in shape.presets.get(preset, {}).items() if name in values}
+    return settings.build({"training": TrainingSettings, "method": kind.Settings, "model": shape.Settings}, {**values, **given})
 
 
 def check_output(directory: Path, resume: bool) -> None:
@@ -165,6 +188,10 @@ def same_request(directory: Path, request: dict[str, Any]) -> bool:
         if old["settings"].get(key) != wanted["settings"].get(key):
             was, now_ = old["settings"].get(key), wanted["settings"].get(key)
             raise RequestError(f"{directory}: cannot resume, its setting {key} was {was} and is now {now_}")
+    if (old.get("source_model") or {}).get("sha256") != (wanted["source_model"] or {}).get("sha256"):
+        raise RequestError(
+            f"{directory}: cannot resume, it began from another source model; give the --source-model it began with"
+        )
     for part, entries in wanted["data"].items():
         if [entry["sha256"] for entry in old["data"][part]] != [entry["sha256"] for entry in entries]:
             raise RequestError(f"{directory}: cannot resume, the {part.replace('_', '-')} data have changed since")

@@ -11,10 +11,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from torch import Tensor
 
-from mtem import inference, models
+from mtem import inference, models, weights
 from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
 from mtem.models.base import Model
@@ -78,17 +77,27 @@ class Adapted:
 
     def source_model(self) -> Model | None:
         """The model before the adaptation, if it was kept. It shares nothing with this one."""
-        weights = self._source_weights
-        if weights is None and self.path is not None and (self.path / "checkpoints" / "source.safetensors").is_file():
-            weights = read_tensors(self.path / "checkpoints" / "source.safetensors")
-        if weights is None or self.path is None:
+        kept = self._kept_source()
+        if kept is None or self.path is None:
             return None
         before = models.load(self.path / "model")
-        own = {**dict(before.named_parameters()), **dict(before.named_buffers())}
-        with torch.no_grad():
-            for name, value in weights.items():
-                own[name].copy_(value)
+        weights.load(before, kept)
         return before
+
+    def source_weights(self) -> dict[str, Tensor]:
+        """theta_1, all of it: the weights that the adaptation began from. A bare model directory is its own."""
+        kept = self._kept_source()
+        if kept is None and self.record:
+            raise RequestError(
+                f"{self.path}: the model before the adaptation was not kept there (checkpoints/source.safetensors)"
+            )
+        return {**weights.everything(self.model), **(kept or {})}
+
+    def _kept_source(self) -> dict[str, Tensor] | None:
+        if self._source_weights is None and self.path is not None:
+            place = self.path / "checkpoints" / "source.safetensors"
+            self._source_weights = read_tensors(place) if place.is_file() else None
+        return self._source_weights
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run directory; each piece whole or not at all, run.json last."""
@@ -101,9 +110,8 @@ class Adapted:
         if self._table is not None:
             with replaced(path / "indexes.parquet") as temporary:
                 pq.write_table(self._table, temporary, row_group_size=BLOCK)
-        if self._source_weights is not None:
-            (path / "checkpoints").mkdir(exist_ok=True)
-            write_tensors(path / "checkpoints" / "source.safetensors", self._source_weights)
+        if (kept := self._kept_source()) is not None:
+            write_tensors(path / "checkpoints" / "source.safetensors", kept)
         write_json(path / "run.json", self.record)
         self.path = path
 

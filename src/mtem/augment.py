@@ -53,7 +53,7 @@ def mask_tokens(ids: Tensor, words: Tensor, share: float, token: int, generator:
 
 def chosen_tokens(words: Tensor, share: float, generator: torch.Generator) -> Tensor:
     """A random share of the tokens that belong to words, though never all of a text's, [N, L] bool."""
-    return _chosen(torch.rand(words.shape, generator=generator).to(words.device), words, share)
+    return _chosen(_draws(words, generator), words, share)
 
 
 def delete_words(
@@ -94,4 +94,8 @@ def _before(flags: Tensor) -> Tensor:
 
 def _per_word(words: Tensor, generator: torch.Generator) -> Tensor:
     """A uniform draw for every token, the same for all tokens of a word."""
-    return torch.rand(words.shape, generator=generator).to(words.device).gather(1, words.clamp_min(0))
+    return _draws(words, generator).gather(1, words.clamp_min(0))
+
+
+def _draws(words: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(words.shape, generator=generator).to(words.device, non_blocking=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +20,12 @@ from mtem.data.cells import encodable, is_missing
 from mtem.data.loading import example_column
 from mtem.data.trees import NODES, Tree, tree_of_row
 from mtem.errors import RequestError
+from mtem.models.scoring import scorers
 from mtem.progress import Progress
 
 TOKENS_PER_BATCH = 8192
+TOKENS_PER_BATCH_CPU = 1024  # matrices are long enough, and what a layer works on stays in the caches
+MANY = 4  # batches per thread from which on a copy of the model for each thread pays
 ROWS_AT_ONCE = 4096  # rows held in memory while a file streams through
 
 
@@ -28,34 +34,73 @@ class Scores(NamedTuple):
     features: np.ndarray | None  # [N, D] what the head sees
 
 
-@torch.no_grad()
 def score(
     model: Any, tokens: Any, rows: np.ndarray | None = None, *, features: bool = False, progress: Progress | None = None
 ) -> Scores:
     """Logits (and features) of the given rows, in their order, computed in batches of equal length."""
     rows = np.arange(len(tokens)) if rows is None else np.asarray(rows)
+    on_cpu = model.device.type == "cpu"
+    budget = TOKENS_PER_BATCH_CPU if on_cpu else TOKENS_PER_BATCH
+    batches = sequential(np.asarray(tokens.lengths)[rows], tokens_per_batch=budget)
+
+    @torch.no_grad()  # of the thread that computes
+    def compute(scorer: Any, batch: np.ndarray) -> list[np.ndarray]:
+        inputs = scorer.collate(tokens, rows[batch])
+        found = scorer.scores_and_features(inputs) if features else [scorer(inputs)]
+        return [values.cpu().numpy() for values in found]
+
+    many = on_cpu and len(batches) >= MANY * torch.get_num_threads()
     scores: np.ndarray = np.zeros((len(rows), len(model.classes)), dtype=np.float32)
     seen: np.ndarray | None = None
-    training = model.training
-    model.eval()
-    try:
-        done = 0
-        for batch in sequential(np.asarray(tokens.lengths)[rows], tokens_per_batch=TOKENS_PER_BATCH):
-            inputs = model.collate(tokens, rows[batch])
-            if features:
-                logits, values = model.scores_and_features(inputs)
+    done = 0
+    with contextlib.closing((_side_by_side if many else _one_by_one)(model, compute, batches)) as results:
+        for batch, (logits, *values) in zip(batches, results, strict=True):
+            scores[batch] = logits
+            if values:
                 if seen is None:
-                    seen = np.zeros((len(rows), values.shape[1]), dtype=np.float32)
-                seen[batch] = values.cpu().numpy()
-            else:
-                logits = model(inputs)
-            scores[batch] = logits.cpu().numpy()
+                    seen = np.zeros((len(rows), values[0].shape[1]), dtype=np.float32)
+                seen[batch] = values[0]
             done += len(batch)
             if progress:
                 progress.advance(done)
+    return Scores(scores, seen)
+
+
+Compute = Callable[[Any, np.ndarray], list[np.ndarray]]
+
+
+def _one_by_one(model: Any, compute: Compute, batches: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            yield compute(model, batch)
     finally:
         model.train(training)
-    return Scores(scores, seen)
+
+
+def _side_by_side(model: Any, compute: Compute, batches: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """Every core on a batch of its own: all of them on one batch would wait for each other after every operation.
+
+    What a batch gives does not depend on the number of threads.
+    """
+    threads = torch.get_num_threads()
+    idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work(batch: np.ndarray) -> list[np.ndarray]:
+        scorer = idle.get()
+        try:
+            return compute(scorer, batch)
+        finally:
+            idle.put(scorer)
+
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for scorer in pool.submit(scorers, model, threads).result():
+                idle.put(scorer)
+            yield from pool.map(work, batches)
+    finally:
+        torch.set_num_threads(threads)  # a thread's own number is also that of the threads that come after it
 
 
 def probabilities(scores: np.ndarray) -> np.ndarray:

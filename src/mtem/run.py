@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import time
-from datetime import datetime, timezone
-from importlib import metadata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtem import estimation, inference, priors, selection
+from mtem import estimation, inference, priors, selection, snapshots
 from mtem.adapted import Adapted, index_table
 from mtem.atomic import disk_errors
 from mtem.data.corpus import Corpus
 from mtem.data.splits import hold_out
-from mtem.errors import RunError
 from mtem.methods import Context, Method
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
-from mtem.models.base import Model
 from mtem.progress import Progress
+from mtem.record import named, now, shares, versions
 from mtem.storage import (
     Checkpoints,
     random_state,
@@ -35,7 +32,9 @@ from mtem.storage import (
     write_tensors,
 )
 from mtem.training import Stream, Trainer, TrainingSettings, find_rates
+from mtem.weights import add_bias, clone, current, head_buffers, load
 
+Observer = Callable[[dict[str, Any], Any], None]
 FROZEN_LIMIT = 4 * 2**30  # bytes of frozen layers' output kept on disk for each corpus
 
 
@@ -55,10 +54,13 @@ class Run:
         workspace: Path,
         progress: Progress,
         request: dict[str, Any],
+        *,
+        observe: Observer | None = None,
     ) -> None:
+        """With a "source_model" in the request, `model` has that theta_1 already."""
         self.model, self.kind, self.settings, self.method_settings = model, kind, training, method_settings
         self.target, self.directory, self.workspace, self.progress = target, directory, workspace, progress
-        self.request = request
+        self.request, self.observe = request, observe
         self.source_rate, self.rate = find_rates(training, model.default_rates())
         self.checkpoints = Checkpoints(workspace)
         self.generator = torch.Generator().manual_seed(training.seed)
@@ -66,6 +68,7 @@ class Run:
         self.seconds = {"source": 0.0, "adapt": 0.0}
         self.candidates: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] = {}
+        self.seen: dict[int, selection.Evidence] = {}  # of theta_1 and of the best candidate, by step
         self.source_weights: dict[str, Tensor] = {}
 
         # Labeled target texts join the source set; all of them are trained on, so validation is the source's alone.
@@ -98,7 +101,9 @@ class Run:
             truncate(history(self.directory), record["history"])
             self.progress.say(f"resuming: stage {stage}, {done} steps done")
         if stage == "source":
-            self.train_source(done, tensors)
+            if not self.request["source_model"]:
+                self.train_source(done, tensors)
+            self.keep_source()
             tensors, done = {}, 0
         else:
             self.source_weights = self.read_weights("source")
@@ -122,7 +127,8 @@ class Run:
         self.steps = round(self.settings.epochs * self.target_stream.per_epoch) if steps is None else steps
         if self.kind is SourceOnly:
             self.steps = 0
-        self.source_steps = round(self.settings.source_epochs * self.source_stream.per_epoch)
+        given = bool(self.request["source_model"])
+        self.source_steps = 0 if given else round(self.settings.source_epochs * self.source_stream.per_epoch)
         self.choose_evaluations(size)
 
     def encoded(self, corpus: Corpus, name: str) -> Any:
@@ -138,7 +144,9 @@ class Run:
         affordable = max(200, int(1.4 * size * self.steps / count / 2))
         most = min(self.settings.evaluation_texts, affordable)
         draw = np.random.default_rng([self.settings.seed, 3])
-        self.target_sample = np.sort(draw.permutation(len(self.target))[:most])
+        # A correction of the prior is no better than its sample: it must not depend on how many steps a method takes.
+        seen = most if self.settings.prior == "none" else self.settings.evaluation_texts
+        self.target_sample = np.sort(draw.permutation(len(self.target))[:seen])
         picked = np.sort(draw.permutation(len(self.held))[:most])
         self.held, self.source_domains = self.held[picked], self.source_domains[picked]
 
@@ -146,9 +154,11 @@ class Run:
         """Stage 1: theta_1."""
         method = SourceOnly(self.model, SourceOnlySettings(), self.context(self.source_steps))
         trainer = self.trainer(method, "source", self.source_steps, self.source_rate, None, "adamw", "linear")
-        self.begin(trainer, method, tensors, stage=1)
+        self.begin(trainer, tensors, stage=1)
         trainer.run(done)
-        self.source_weights = clone({**method.weights(), **head_buffers(self.model)})
+
+    def keep_source(self) -> None:
+        self.source_weights = clone({**current(self.model), **head_buffers(self.model)})
         if self.directory is not None:
             write_tensors(self.workspace / "source.safetensors", self.source_weights)
 
@@ -161,10 +171,10 @@ class Run:
         method = self.kind(self.model, self.method_settings, context)
         trainer = self.trainer(method, "adapt", self.steps, self.rate, self.target_stream)
         context.rate = trainer.rate
-        self.begin(trainer, method, tensors, stage=2)
+        self.begin(trainer, tensors, stage=2)
         if not self.candidates:
             self.judge(method, 0)
-            self.checkpoint(trainer, method, 0)
+            self.checkpoint(trainer, 0)
         trainer.run(done)
         return method
 
@@ -173,11 +183,11 @@ class Run:
         chosen = selection.choose([entry["score"] for entry in self.candidates])
         step = self.candidates[chosen]["step"]
         load(self.model, self.source_weights)
-        before = self.evidence()
-        best = self.source_weights if step == 0 else self.best or self.read_weights(f"best-{step}")
-        load(self.model, best)
-        corrected = self.correct_prior()
-        after = self.evidence() if step or corrected is not None else before
+        before = self.seen.get(0) or self.evidence()  # a resumed run has not seen them
+        if step:
+            load(self.model, self.best or self.read_weights(f"best-{step}"))
+        after = (self.seen.get(step) or self.evidence()) if step else before
+        corrected, after = self.correct_prior(after)
         estimate = lambda seen, anchor=None: estimation.estimate_accuracy(  # noqa: E731
             seen.source_scores, seen.source_labels, seen.target_scores, source_domains=self.source_domains,
             anchor=anchor, seed=self.settings.seed,
@@ -238,18 +248,19 @@ class Run:
         shares = priors.assumed(kind, self.shares, (seen.source_scores, seen.source_labels, seen.target_scores))
         return priors.Alignment(torch.tensor(shares, dtype=torch.float32, device=self.model.device))
 
-    def correct_prior(self) -> dict[str, Any] | None:
-        """Give the model the biases with which its mean prediction on target texts is what is assumed."""
+    def correct_prior(self, seen: selection.Evidence) -> tuple[dict[str, Any] | None, selection.Evidence]:
+        """Give the model the biases with which its mean prediction on target texts is what is assumed; and what it says then."""
         if self.align.shares is None:
-            return None
-        shares = self.align.shares.double().cpu().numpy()
-        scores = inference.score(self.model, self.target_stream.tokens, self.target_sample).scores
-        bias = priors.correction(scores, shares)
-        if self.model.head.bias is None:
-            raise RunError("prior: the encoder's head has no bias that could carry the correction; set prior=none")
-        with torch.no_grad():
-            self.model.head.bias.add_(torch.from_numpy(bias).to(self.model.head.bias))
-        return {"kind": self.settings.prior, "shares": named(self.classes, shares), "bias": named(self.classes, bias)}
+            return None, seen
+        bias = self.prior_bias(seen.target_scores)
+        add_bias(self.model, bias)
+        seen = dataclasses.replace(seen, source_scores=seen.source_scores + bias, target_scores=seen.target_scores + bias)
+        shares = self.align.shares.cpu().numpy()
+        return {"kind": self.settings.prior, "shares": named(self.classes, shares), "bias": named(self.classes, bias)}, seen
+
+    def prior_bias(self, scores: np.ndarray) -> np.ndarray:
+        assert self.align.shares is not None
+        return priors.correction(scores, self.align.shares.double().cpu().numpy())
 
     # ------------------------------------------------------------------ judging candidates
 
@@ -265,14 +276,20 @@ class Run:
                 self.source_stream.of(self.held[:size]), self.target_stream.of(self.target_sample[:size])
             )
         evidence = self.evidence(meta_loss)
-        load(self.model, kept)
         cheap = {name: selection.score(name, evidence) for name in ("source-validation", "infomax")}
         entry = {"step": step, "score": selection.score(self.settings.criterion, evidence), **cheap}
         entry = {name: value if np.isfinite(value) else -1e9 for name, value in entry.items()}
         self.candidates.append(entry)
-        self.record({"stage": "evaluation", **entry, "target_shares": named(self.classes, shares(evidence.target_scores))})
-        if step and selection.choose([entry["score"] for entry in self.candidates]) == len(self.candidates) - 1:
+        line = {"stage": "evaluation", **entry, "target_shares": named(self.classes, shares(evidence.target_scores))}
+        if self.align.shares is not None and evidence.finite:
+            line["bias"] = self.prior_bias(evidence.target_scores).tolist()
+        self.record(line)
+        load(self.model, kept)
+        if step == 0:
+            self.seen = {0: evidence}
+        elif selection.choose([entry["score"] for entry in self.candidates]) == len(self.candidates) - 1:
             self.best = weights
+            self.seen = {number: self.seen[number] for number in self.seen if number == 0} | {step: evidence}
             if self.directory is not None:
                 write_tensors(self.workspace / f"best-{step}.safetensors", weights)
 
@@ -318,7 +335,7 @@ class Run:
             if judged:
                 self.judge(method, done)
             if judged or time.monotonic() - self.saved >= self.settings.checkpoint_seconds:
-                self.checkpoint(trainer, method, done)
+                self.checkpoint(trainer, done)
 
         trainer = Trainer(
             method, self.settings, name=stage, steps=steps, rate=rate, source=self.source_stream, target=target,
@@ -326,29 +343,16 @@ class Run:
         )  # fmt: skip
         return trainer
 
-    def begin(self, trainer: Trainer, method: Method, tensors: dict[str, Tensor], stage: int) -> None:
+    def begin(self, trainer: Trainer, tensors: dict[str, Tensor], stage: int) -> None:
         """A fresh stage draws from its own seed; a resumed one from where it stood."""
         if not tensors:
             torch.manual_seed(self.settings.seed * 10 + stage)
             return
-        load(self.model, under(tensors, "model."))
-        for name, module in method.modules().items():
-            load(module, under(tensors, f"module.{name}."))
-        method.load_state({name: value.to(self.model.device) for name, value in under(tensors, "method.").items()})
-        self.align.load_state({name: value.to(self.model.device) for name, value in under(tensors, "align.").items()})
-        trainer.load_state(under(tensors, "optimizer."))
-        restore_random_state(tensors, self.generator)
+        snapshots.restore(tensors, trainer, self.align, self.generator)
 
-    def checkpoint(self, trainer: Trainer, method: Method, done: int) -> None:
+    def checkpoint(self, trainer: Trainer, done: int) -> None:
         if self.directory is None:
             return
-        tensors = {f"model.{name}": value for name, value in current(self.model).items()}
-        for part, module in method.modules().items():
-            tensors |= {f"module.{part}.{name}": value for name, value in module.state_dict().items()}
-        tensors |= {f"method.{name}": value for name, value in method.state().items()}
-        tensors |= {f"align.{name}": value for name, value in self.align.state().items()}
-        tensors |= {f"optimizer.{name}": value for name, value in trainer.state().items()}
-        tensors |= random_state(self.generator)
         size = history(self.directory).stat().st_size if history(self.directory).exists() else 0
         record = {
             "stage": trainer.name,
@@ -358,7 +362,7 @@ class Run:
             "history": size,
         }
         offset = self.source_steps + 1 if trainer.name == "adapt" else 0
-        self.checkpoints.write(f"step-{offset + done}", tensors, record)
+        self.checkpoints.write(f"step-{offset + done}", snapshots.take(trainer, self.align, self.generator), record)
         # Weights that the newest checkpoint no longer calls the best are only now superfluous.
         best = self.candidates[selection.choose([entry["score"] for entry in self.candidates])]["step"] if self.candidates else 0
         for place in self.workspace.glob("best-*.safetensors"):
@@ -367,6 +371,10 @@ class Run:
         self.saved = time.monotonic()
 
     def record(self, line: dict[str, Any]) -> None:
+        if self.observe is not None:
+            state = random_state(self.generator)  # whatever the observer draws, the run goes on as it would have
+            self.observe(line, self.model)
+            restore_random_state(state, self.generator)
         if self.directory is not None:
             path = history(self.directory)
             with disk_errors(path), path.open("a", encoding="utf-8") as file:
@@ -382,7 +390,6 @@ class Run:
             place.unlink()
 
     def about(self) -> dict[str, Any]:
-        packages = ("mtem", "torch", "transformers", "safetensors", "numpy", "scikit-learn", "pyarrow")
         return {
             **self.request,
             "seed": self.settings.seed,
@@ -395,7 +402,7 @@ class Run:
                 "rate": self.rate,
                 "threads": torch.get_num_threads(),
             },
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+            "versions": versions(),
             "texts": {
                 "source_trained_on": len(self.train),
                 "source_held_out": len(self.held),
@@ -408,13 +415,6 @@ class Run:
 # ---------------------------------------------------------------------- small helpers
 
 
-def version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "not installed"
-
-
 def history(directory: Path) -> Path:
     return directory / "history.jsonl"
 
@@ -423,39 +423,3 @@ def truncate(path: Path, size: int) -> None:
     """Lines written after the checkpoint will be written again."""
     if path.exists():
         os.truncate(path, size)
-
-
-def current(model: Model) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in model.trainable().items()}
-
-
-def head_buffers(model: Model) -> dict[str, Tensor]:
-    """What of the head is no parameter but may change: a correction of the prior."""
-    return {name: value for name, value in model.named_buffers() if name.startswith(model.head_path + ".")}
-
-
-def clone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in weights.items()}
-
-
-@torch.no_grad()
-def load(module: torch.nn.Module, weights: dict[str, Tensor]) -> None:
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, value in weights.items():
-        own[name].copy_(value)
-
-
-def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def shares(scores: np.ndarray) -> np.ndarray:
-    return np.bincount(scores.argmax(axis=1), minlength=scores.shape[1]) / max(1, len(scores))
-
-
-def named(classes: tuple[str, ...], values: np.ndarray) -> dict[str, float]:
-    return {name: round(float(value), 4) for name, value in zip(classes, values, strict=True)}
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

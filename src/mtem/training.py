@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mtem import priors, rates
-from mtem.data.batching import Batches
+from mtem.data.batching import Batches, on_device
 from mtem.data.tokens import Tokens
 from mtem.errors import RequestError, RunError
 from mtem.methods import Batch, Method
@@ -22,6 +22,8 @@ from mtem.settings import setting
 
 SCHEDULES = (*rates.SCHEDULES, "assumption-2")
 DEVICES = ("cpu", "cuda", "mps")
+FUSED = ("cpu", "cuda")  # where the optimizers have a kernel that updates all parameters at once
+QUANTILE_SAMPLE = 20_000  # indexes at most that the history's quantiles are taken of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,9 @@ class Stream:
         *, extra: np.ndarray | None = None, extra_share: float = 0.0,
     ) -> None:  # fmt: skip
         """`extra` rows, if any, make up `extra_share` of every batch instead of coming at random among the others."""
-        self.model, self.tokens, self.labels = model, tokens, labels
+        self.model, self.tokens = model, tokens
+        # On the device as a whole, so that a batch is one small transfer.
+        self.labels = None if labels is None else torch.from_numpy(labels).to(model.device)
         lengths = np.asarray(tokens.lengths)
         few = 0
         if extra is not None and len(extra) and extra_share:
@@ -139,10 +143,8 @@ class Stream:
         return self.of(self.rows(step))
 
     def of(self, rows: np.ndarray) -> Batch:
-        device = self.model.device
-        labels = None if self.labels is None else torch.from_numpy(self.labels[rows]).to(device)
-        inputs = self.model.collate(self.tokens, rows)
-        return Batch(inputs, labels, torch.from_numpy(np.asarray(rows, dtype=np.int64)).to(device))
+        numbers = on_device(np.asarray(rows, dtype=np.int64), self.model.device)
+        return Batch(self.model.collate(self.tokens, rows), None if self.labels is None else self.labels[numbers], numbers)
 
 
 class Trainer:
@@ -205,11 +207,12 @@ class Trainer:
         if loss is not None:
             self.scaler.scale(loss).backward()
         if gradients:
-            scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+            scale = self.scaler.scale(torch.ones((), device=self.method.model.device)) if self.scaler.is_enabled() else None
             for name, parameter in self.method.model.trainable().items():
                 if name in gradients:
-                    gradient = gradients[name] if scale == 1.0 else gradients[name] * scale
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                    gradient = gradients[name] if scale is None else gradients[name] * scale
+                    # Contiguous: the fused kernels on the CPU read the memory and not the strides.
+                    parameter.grad = gradient.contiguous() if parameter.grad is None else parameter.grad.add_(gradient)
         if between is not None:
             between()
         if self.settings.clip:
@@ -274,8 +277,8 @@ class Trainer:
         index = self.method.indexes()
         if index is not None and len(index):
             at = torch.tensor([0.1, 0.5, 0.9], device=index.device, dtype=index.dtype)
-            # quantile() takes at most 16 million values; a thin sample says the same
-            line["index_quantiles"] = torch.quantile(index[:: max(1, len(index) // 1_000_000)], at).tolist()
+            # Sorting a million of them would take longer than the steps between two lines; a thin sample says the same.
+            line["index_quantiles"] = torch.quantile(index[:: -(-len(index) // QUANTILE_SAMPLE)], at).tolist()
             shown["index"] = "/".join(f"{value:.2f}" for value in line["index_quantiles"])  # type: ignore[assignment]
         self.record(line)
         self.progress.advance(step + 1, shown)
@@ -299,7 +302,5 @@ def make_optimizer(method: Method, settings: TrainingSettings, kind: str, rate: 
         {"params": parameters, "lr": rate * factor, "weight_decay": decay, "factor": factor}
         for (factor, decay), parameters in groups.items()
     ]
-    if kind == "sgd":
-        return torch.optim.SGD(parts, lr=rate)
-    fused = model.device.type == "cuda"
-    return (torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)(parts, lr=rate, fused=fused)
+    optimizer = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[kind]
+    return optimizer(parts, lr=rate, fused=model.device.type in FUSED)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import torch
+from torch import Tensor
 
 
 class Batches:
@@ -85,6 +87,12 @@ def padding_share(lengths: np.ndarray, batches: Iterable[np.ndarray]) -> float:
         real += int(lengths[rows].sum())
         padded += int(lengths[rows].max()) * len(rows)
     return 1.0 - real / padded if padded else 0.0
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array as a tensor there. To a GPU it goes through pinned memory, and nobody waits until it has arrived."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:

@@ -58,6 +58,12 @@ class Context:
     class_weights: Tensor | None = None  # of the cross-entropy
     align: Alignment = dataclasses.field(default_factory=Alignment)  # scores that pseudo labels are to be drawn from
 
+    def among_few(self, rows: Tensor) -> Tensor:
+        """Which rows of the source batches are the target's own, bool [N]."""
+        if self.few_rows is None or not len(self.few_rows):
+            return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        return (rows.unsqueeze(1) == self.few_rows).any(dim=1)
+
 
 class Update(Protocol):
     """Backward, clipping, one optimizer step.

@@ -85,9 +85,8 @@ class Biat(Method):
             terms["adversarial_loss"] = settings.adversarial_weight, self.adversarial_loss(labeled, source.labels)
         if self.target_head is not None:
             terms["target_head_loss"] = 1.0, self.target_head_loss(self.context.few(number))
-            own = ~torch.isin(source.rows, self.context.few_rows)
-            if own.any():
-                terms["adaptive_loss"] = settings.adaptive_weight, self.adaptive_loss(labeled, source.labels, own)
+            own = ~self.context.among_few(source.rows)
+            terms["adaptive_loss"] = settings.adaptive_weight, self.adaptive_loss(labeled, source.labels, own)
         if settings.virtual_weight:
             terms["virtual_loss"] = settings.virtual_weight, self.virtual_loss(unlabeled)
         if settings.entropy_weight:
@@ -101,8 +100,11 @@ class Biat(Method):
         return self.cross_entropy(self.perturbed(inputs, self.adversarial(inputs, labels)), labels)
 
     def adaptive_loss(self, inputs: Inputs, labels: Tensor, own: Tensor) -> Tensor:
-        """Over the source's `own` texts of the batch."""
-        return self.cross_entropy(self.perturbed(inputs, self.adaptive(inputs, labels))[own], labels[own])
+        """Over the source's `own` texts of the batch; 0 where there are none."""
+        scores, weights = self.perturbed(inputs, self.adaptive(inputs, labels)), self.context.class_weights
+        losses = F.cross_entropy(scores, labels, weight=weights, reduction="none")
+        mass = own if weights is None else own * weights[labels]
+        return (own * losses).sum() / mass.sum().clamp_min(torch.finfo(losses.dtype).tiny)
 
     def virtual_loss(self, inputs: Inputs) -> Tensor:
         log_probs = self.clean(inputs)
@@ -135,8 +137,8 @@ class Biat(Method):
             divergences = (log_probs.exp() * (log_probs - torch.log_softmax(scores, dim=1))).sum(dim=1)
             return (divergences + entropies(scores)).sum()
 
-        drawn = torch.randn(self.model.perturbable(inputs).shape, generator=self.context.generator).to(self.model.device)
-        start = self.sized(inputs, drawn, self.settings.xi)
+        drawn = torch.randn(self.model.perturbable(inputs).shape, generator=self.context.generator)
+        start = self.sized(inputs, drawn.to(self.model.device, non_blocking=True), self.settings.xi)
         return self.sized(inputs, self.gradient(inputs, objective, start), self.settings.radius)
 
     def perturbed(self, inputs: Inputs, noise: Tensor) -> Tensor:

@@ -90,9 +90,7 @@ class Dann(Method):
 
     def domains(self, source: Batch, target: Batch) -> Tensor:
         """1 for the source, 0 for the target, whose labeled texts stand among the source's."""
-        ours = torch.ones(len(source.rows), device=source.rows.device)
-        if self.context.few_rows is not None:
-            ours[torch.isin(source.rows, self.context.few_rows)] = 0.0
+        ours = (~self.context.among_few(source.rows)).float()
         return torch.cat([ours, ours.new_zeros(len(target.rows))])
 
     # ------------------------------------------------------------------ for the trainer

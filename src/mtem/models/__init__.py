@@ -38,16 +38,22 @@ def find(name: str | os.PathLike[str], settings: Any) -> str:
 
 
 def create(
-    name: str | os.PathLike[str], classes: Sequence[str], corpora: Sequence[Corpus], settings: Any, training: TrainingSettings
+    name: str | os.PathLike[str],
+    classes: Sequence[str],
+    corpora: Sequence[Corpus],
+    settings: Any,
+    training: TrainingSettings,
+    like: Model | None = None,
 ) -> Model:
     """A model for `classes` before any training; what is new in it is drawn from torch's global generator.
 
-    `corpora` are all texts of the adaptation, labeled or not, for models that learn their vocabulary from them.
+    `corpora` are all texts of the adaptation, labeled or not, for models that learn their vocabulary from them;
+    with `like` they take that of this model instead.
     """
     if os.fspath(name) == BIGCN:
         from mtem.models.trees import TreeModel
 
-        return TreeModel.create(classes, corpora, settings, training.max_length)
+        return TreeModel.create(classes, corpora, settings, training.max_length, like)
     from mtem.models.text import TextModel
 
     return TextModel.create(name, classes, max_length=training.max_length, attention=training.attention)

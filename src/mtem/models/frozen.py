@@ -21,6 +21,8 @@ from mtem.data.tokens import Tokens
 from mtem.progress import Progress
 from mtem.storage import replaced
 
+TOKENS_PER_BATCH = 1024  # of the lower pass: what a layer makes of so many stays in a processor's cache
+
 
 class FrozenTokens:
     """Tokens together with what enters the first trainable layer, memory-mapped."""
@@ -58,7 +60,7 @@ def _write(path: Path, tokens: Tokens, lower: Callable[[np.ndarray], Tensor], sh
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
         begin = file.tell()
-        for rows in sequential(tokens.lengths, tokens_per_batch=8192):
+        for rows in sequential(tokens.lengths, tokens_per_batch=TOKENS_PER_BATCH):
             hidden = lower(rows).cpu().numpy()
             for line, row in enumerate(rows):
                 file.seek(begin + 4 * shape[1] * int(starts[row]))
@@ -81,7 +83,7 @@ class _Passthrough(nn.Module):
 
 
 def run_lower(
-    network: nn.Module, first: nn.Module, inputs: Mapping[str, Tensor], autocast: Callable[[], AbstractContextManager[Any]]
+    network: nn.Module, first: nn.Module, ids: Tensor, mask: Tensor | None, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> Tensor:
     """What enters the layer `first`: without gradients, without dropout, and without running the rest."""
 
@@ -93,7 +95,7 @@ def run_lower(
     network.eval()
     try:
         with torch.no_grad(), autocast():
-            network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            network(input_ids=ids, attention_mask=mask)
     except _ReachedError as reached:
         return reached.hidden.float()
     finally:

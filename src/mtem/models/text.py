@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging as transformers_logging
 
 from mtem import augment
+from mtem.data.batching import on_device
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
@@ -26,6 +27,8 @@ from mtem.models.frozen import FrozenTokens, frozen_tokens, run_lower, same_func
 from mtem.progress import Progress
 
 LONGEST = 512  # when neither the tokenizer nor the configuration says
+# Architectures whose layers all attend to all positions, and that hand a mask with four axes on as it is.
+SAME_MASK_IN_ALL_LAYERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
 COSINE = "mtem_cosine_temperature"  # in the configuration of a model whose head was a CosineHead
 
 
@@ -105,23 +108,26 @@ class TextModel(Model):
         return Tokens.of_ids(encode(texts, self.tokenizer, self.max_length) if texts else [])
 
     def collate(self, tokens: Tokens | FrozenTokens, rows: np.ndarray) -> dict[str, Tensor]:
-        """The rows as one padded batch on the model's device."""
+        """The rows as one padded batch on the model's device. A mask that hides nothing has a single value in memory."""
         sequences = [tokens.ids(int(row)) for row in rows]
-        width = max(1, max(map(len, sequences)))
+        lengths = np.array([len(sequence) for sequence in sequences])
+        width = max(1, int(lengths.max()))
         ids = np.full((len(sequences), width), self.tokenizer.pad_token_id or 0, dtype=np.int64)
-        mask = np.zeros((len(sequences), width), dtype=np.int64)
         for line, sequence in enumerate(sequences):
             ids[line, : len(sequence)] = sequence
-            mask[line, : len(sequence)] = 1
         device = self.device
-        batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        batch = {"input_ids": on_device(ids, device)}
+        if lengths.min() == width:
+            batch["attention_mask"] = torch.ones((1, 1), dtype=torch.int64, device=device).expand(ids.shape)
+        else:
+            batch["attention_mask"] = on_device((np.arange(width) < lengths[:, None]).astype(np.int64), device)
         if isinstance(tokens, FrozenTokens):
             hidden = np.zeros((len(sequences), width, tokens.values.shape[1]), dtype=np.float32)
             for line, row in enumerate(rows):
                 kept = tokens.hidden(int(row))
                 hidden[line, : len(kept)] = kept
-            batch["hidden"] = torch.from_numpy(hidden)
-        return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+            batch["hidden"] = on_device(hidden, device)
+        return batch
 
     # ------------------------------------------------------------------ other views of the same texts
 
@@ -185,11 +191,21 @@ class TextModel(Model):
         with self.autocast():
             if "hidden" in inputs:
                 hidden = inputs["hidden"] if noise is None else inputs["hidden"] + noise
-                out = self._upper[0](inputs_embeds=hidden, attention_mask=inputs["attention_mask"])
+                out = self._upper[0](inputs_embeds=hidden, attention_mask=self._mask(inputs))
             else:
                 with _added(self.network.get_input_embeddings(), noise):
-                    out = self.network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+                    out = self.network(input_ids=inputs["input_ids"], attention_mask=self._mask(inputs))
         return out.logits.float()
+
+    def _mask(self, inputs: Inputs) -> Tensor | None:
+        """The attention mask in a form that transformers takes without looking at its values, which would wait for the GPU."""
+        mask = inputs["attention_mask"]
+        if all(step == 0 or size == 1 for step, size in zip(mask.stride(), mask.shape, strict=True)):
+            return None  # it hides nothing
+        config = self.network.config
+        if config.model_type in SAME_MASK_IN_ALL_LAYERS and config._attn_implementation == "sdpa":
+            return mask.bool()[:, None, None, :]
+        return mask
 
     def split(self, inputs: Inputs, pieces: int) -> list[tuple[Inputs, slice]]:
         count = len(inputs["input_ids"])
@@ -281,7 +297,7 @@ class TextModel(Model):
 
     def lower(self, inputs: Inputs) -> Tensor:
         """What enters the first trainable layer: no gradients, no dropout."""
-        return run_lower(self.network, self.layers[self.frozen_layers], inputs, self.autocast)
+        return run_lower(self.network, self.layers[self.frozen_layers], inputs["input_ids"], self._mask(inputs), self.autocast)
 
     def keep_lower(self, tokens: Tokens, path: Path, progress: Progress, name: str, limit: float) -> Tokens | FrozenTokens:
         """The tokens with the frozen part's output on disk, unless that would take more than `limit` bytes."""

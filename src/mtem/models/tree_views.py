@@ -62,7 +62,7 @@ def swap(inputs: Inputs, share: float, generator: torch.Generator) -> Inputs:
 
 
 def _draws(shape: torch.Size, like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.rand(shape, generator=generator).to(like.device)
+    return torch.rand(shape, generator=generator).to(like.device, non_blocking=True)
 
 
 def _numbers(posts: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtem.data.batching import on_device
 from mtem.data.cache import cache_folder, fingerprint_of
 from mtem.data.corpus import Corpus
 from mtem.data.trees import Tree
@@ -86,12 +87,23 @@ class TreeModel(Model):
 
     @classmethod
     def create(
-        cls, classes: Sequence[str], corpora: Iterable[Corpus], settings: BigcnSettings, max_length: int = 256
+        cls,
+        classes: Sequence[str],
+        corpora: Iterable[Corpus],
+        settings: BigcnSettings,
+        max_length: int = 256,
+        like: Model | None = None,
     ) -> TreeModel:
-        """A network drawn from torch's global generator; the words are those of `corpora`, so let no test set be among them."""
+        """A network drawn from torch's global generator; the words are those of `corpora`, so let no test set be among them.
+
+        With `like` what a post is to the network is what it is to that model.
+        """
         posts = (text for corpus in corpora for trees in _portions(corpus) for tree in trees for text in tree.texts)
-        if settings.features == "tfidf":
-            features: NodeFeatures = Tfidf.fit(posts, settings.vocabulary)
+        features: NodeFeatures
+        if isinstance(like, TreeModel) and like.features.kind == settings.features:
+            features = like.features
+        elif settings.features == "tfidf":
+            features = Tfidf.fit(posts, settings.vocabulary)
         elif settings.features == "vectors":
             assert settings.vectors is not None
             features = Vectors.fit(posts, settings.vectors)
@@ -179,7 +191,7 @@ class TreeModel(Model):
 
     def collate(self, threads: Threads, rows: np.ndarray) -> dict[str, Tensor]:
         """The threads at `rows` as one graph on the model's device."""
-        return {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in threads.batch(rows).items()}
+        return {name: on_device(array, self.device) for name, array in threads.batch(rows).items()}
 
     # ------------------------------------------------------------------ the function
 

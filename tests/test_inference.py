@@ -1,0 +1,266 @@
+"""Scoring side by side: the same figures as one plain pass per text, on every architecture, and a model left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from mtem import inference
+from mtem.data.loading import load_corpus
+from mtem.data.trees import tree_of_row
+from mtem.models import scoring
+from mtem.models.base import CosineHead
+from mtem.models.text import TextModel
+from mtem.models.trees import BigcnSettings, TreeModel
+from mtem.progress import Progress
+from tests.conftest import SHAPES, make_encoder, make_texts, make_tokenizer
+from tests.threads import make_threads, write_threads
+
+CLASSES = ("bad", "good", "neither")
+TEXTS = [text for text, _ in make_texts(60, 3)] + ["", "good1", "word1 " * 40]
+QUIET = Progress(quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """These few texts are many batches."""
+    monkeypatch.setattr(inference, "TOKENS_PER_BATCH_CPU", 48)
+
+
+@contextlib.contextmanager
+def threads(count: int = 2):
+    """So many inside, which must still be so many at the end."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        after = torch.get_num_threads()
+        torch.set_num_threads(before)
+        assert after == count
+
+
+def score(*arguments, count: int = 2, **named) -> inference.Scores:
+    with threads(count):
+        return inference.score(*arguments, **named)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    return {shape: make_encoder(tmp_path_factory.mktemp(shape), shape) for shape in SHAPES}
+
+
+def made(directory) -> TextModel:
+    torch.manual_seed(1)
+    model = TextModel.create(directory, CLASSES, max_length=24)
+    with torch.no_grad():  # scores far enough apart for the labels to mean something
+        model.head.weight.mul_(5 / model.head.weight.norm())
+    return model
+
+
+@pytest.fixture(params=SHAPES)
+def model(request, directories):
+    return made(directories[request.param])
+
+
+@pytest.fixture
+def bert(directories):
+    return made(directories["bert"])
+
+
+@torch.no_grad()
+def plainly(model, tokens) -> tuple[np.ndarray, np.ndarray]:
+    """One text at a time through the model as it is, in evaluation mode: nothing padded, nothing skipped."""
+    training = model.training
+    model.eval()
+    found = [model.scores_and_features(model.collate(tokens, np.array([row]))) for row in range(len(tokens))]
+    model.train(training)
+    return tuple(torch.cat(part).numpy() for part in zip(*found, strict=True))
+
+
+def check(model, tokens) -> None:
+    logits, features = plainly(model, tokens)
+    assert logits.std(axis=0).min() > 1e-2, "the texts must differ"
+    found = score(model, tokens, features=True)
+    np.testing.assert_allclose(found.scores, logits, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(found.features, features, atol=1e-5, rtol=1e-5)
+    alone = score(model, tokens)
+    assert alone.features is None
+    np.testing.assert_array_equal(alone.scores, found.scores)
+    np.testing.assert_allclose(inference.probabilities(found.scores), inference.probabilities(logits), atol=1e-5)
+    np.testing.assert_array_equal(found.scores.argmax(axis=1), logits.argmax(axis=1))
+    rows = np.array([len(tokens) - 1, 0, 7, 7, *range(20, 50)])
+    np.testing.assert_allclose(score(model, tokens, rows).scores, logits[rows], atol=1e-5, rtol=1e-5)
+
+
+def cut_maps(model) -> list[str]:
+    """The linear maps that see the first position alone in a model made for scoring."""
+    return [name for name, module in scoring.scorers(model, 1)[0].named_modules() if module._forward_pre_hooks]
+
+
+# ---------------------------------------------------------------------- the same figures
+
+
+def test_scores_and_features_are_those_of_a_plain_pass(model):
+    check(model, model.encode_texts(TEXTS))
+
+
+def test_so_they_are_behind_frozen_layers(model, tmp_path):
+    model.freeze(2)
+    tokens = model.encode_texts(TEXTS)
+    check(model, tokens)
+    check(model, model.keep_lower(tokens, tmp_path / "lower.npy", QUIET, "frozen", 1e9))
+
+
+def test_so_they_are_with_a_cosine_head_and_a_corrected_prior(bert):
+    bert.head = CosineHead(bert.head, 0.05)
+    with torch.no_grad():
+        bert.head.bias.add_(torch.tensor([0.7, -0.2, 0.1]))
+    check(bert, bert.encode_texts(TEXTS))
+
+
+def test_so_they_are_for_threads(tmp_path):
+    rows = make_threads(70, 2, largest=9)
+    corpus = load_corpus(str(write_threads(tmp_path / "threads.jsonl", rows)), labeled=True)
+    torch.manual_seed(1)
+    model = TreeModel.create(CLASSES, [corpus], BigcnSettings())
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    check(model, model.encode_trees([tree_of_row(row, "here") for row in rows]))
+
+
+def test_half_precision_stays_half_precision(bert):
+    tokens = bert.encode_texts(TEXTS)
+    exact = score(bert, tokens).scores
+    bert.precision = torch.bfloat16
+    rough = score(bert, tokens).scores
+    assert 1e-4 < np.abs(rough - exact).max() < 0.1
+    np.testing.assert_allclose(rough, plainly(bert, tokens)[0], atol=0.05)
+
+
+def test_the_number_of_threads_changes_nothing(bert):
+    tokens = bert.encode_texts(TEXTS)
+    found = [score(bert, tokens, features=True, count=count) for count in (1, 2, 3)]
+    for other in found[1:]:
+        np.testing.assert_array_equal(other.scores, found[0].scores)
+        np.testing.assert_array_equal(other.features, found[0].features)
+
+
+def test_a_file_gets_what_its_texts_get(bert, tmp_path, monkeypatch):
+    from mtem.data import files
+
+    monkeypatch.setattr(inference, "ROWS_AT_ONCE", 40)
+    bert.head.bias.data = torch.tensor([0.0, 0.3, -0.1])
+    with files.Writer(tmp_path / "in.jsonl") as writer:
+        for number, text in enumerate(TEXTS):
+            writer.write({"number": number, "text": text})
+    with threads():
+        done = inference.predict_file(bert, tmp_path / "in.jsonl", tmp_path / "out.jsonl", all_probabilities=True)
+    rows = [record for _, record in files.read_rows(tmp_path / "out.jsonl")]
+    assert done.rows == len(TEXTS) and done.empty == 1 and [row["number"] for row in rows] == list(range(len(TEXTS)))
+    wanted = inference.probabilities(plainly(bert, bert.encode_texts(TEXTS))[0])
+    for row, text, probs in zip(rows, TEXTS, wanted, strict=True):
+        if text:
+            assert row["prediction"] == CLASSES[probs.argmax()]
+            np.testing.assert_allclose([row[f"probability {name}"] for name in CLASSES], probs, atol=1e-5)
+        else:
+            assert row["prediction"] is None
+
+
+# ---------------------------------------------------------------------- what is left out
+
+
+def test_behind_the_last_attention_only_the_first_position_is_computed(bert):
+    last = "network.bert.encoder.layer.2"
+    assert cut_maps(bert) == [f"{last}.{name}.dense" for name in ("attention.output", "intermediate", "output")]
+    tokens = bert.encode_texts(TEXTS)
+    (scorer,) = scoring.scorers(bert, 1)
+    widths = {}
+    for name, module in scorer.named_modules():
+        if name.endswith("intermediate.dense"):
+            module.register_forward_hook(lambda _, __, out, name=name: widths.update({name: out.shape[1]}))
+    scorer(scorer.collate(tokens, np.array([0, 1])))
+    assert widths[f"{last}.intermediate.dense"] == 1
+    assert widths["network.bert.encoder.layer.1.intermediate.dense"] == tokens.lengths[:2].max()
+
+
+def test_some_work_is_spared_on_every_architecture(model):
+    assert cut_maps(model)
+
+
+def test_a_head_that_looks_at_all_positions_gets_them(tmp_path):
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "modernbert", vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
+        intermediate_size=48, max_position_embeddings=64, pad_token_id=0, classifier_pooling="mean", **SHAPES["modernbert"],
+    )  # fmt: skip
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = made(tmp_path)
+    assert model.network.config.classifier_pooling == "mean" and not cut_maps(model)
+    check(model, model.encode_texts(TEXTS))
+
+
+# ---------------------------------------------------------------------- the model stays as it was
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_and_the_number_of_threads_stay_as_they_were(bert, training):
+    bert.train(training)
+    modules, weights = dict(bert.named_modules()), {name: value.clone() for name, value in bert.state_dict().items()}
+    later = []
+    with threads():
+        inference.score(bert, bert.encode_texts(TEXTS))
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    assert later == [2], "threads that come later get the number that was set"
+    assert all(module.training is training for module in bert.modules())
+    assert all(module is modules[name] for name, module in bert.named_modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in bert.modules())
+    assert all(torch.equal(value, weights[name]) for name, value in bert.state_dict().items())
+
+
+def test_scorers_share_the_weights_and_nothing_that_a_pass_changes(bert):
+    first, second = scoring.scorers(bert, 2)
+    for ours, one, other in zip(bert.parameters(), first.parameters(), second.parameters(), strict=True):
+        assert ours is one is other
+    assert first.tokenizer is second.tokenizer is bert.tokenizer
+    assert not {id(module) for module in first.modules()} & {id(module) for module in [*second.modules(), *bert.modules()]}
+
+
+def test_few_texts_need_no_copies(bert, monkeypatch):
+    monkeypatch.setattr(inference, "scorers", lambda *_: pytest.fail("a copy of the model for three texts"))
+    tokens = bert.encode_texts(TEXTS[:3])
+    np.testing.assert_allclose(score(bert, tokens).scores, plainly(bert, tokens)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [48, 10_000])
+def test_an_interruption_between_batches_leaves_things_in_order(bert, monkeypatch, budget):
+    class Interrupting(Progress):
+        def advance(self, done, figures=None):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(inference, "TOKENS_PER_BATCH_CPU", budget)
+    bert.train()
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        score(bert, bert.encode_texts(TEXTS), progress=Interrupting(quiet=True))
+    assert all(module.training for module in bert.modules())
+    assert threading.active_count() == before, "no thread is left computing"
+
+
+def test_a_failure_in_a_thread_is_told(bert, monkeypatch):
+    def failing(self, tokens, rows):
+        raise RuntimeError("no memory")
+
+    tokens = bert.encode_texts(TEXTS)
+    monkeypatch.setattr(TextModel, "collate", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        score(bert, tokens)
