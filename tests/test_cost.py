@@ -20,9 +20,23 @@ def rows(tmp_path_factory):
     place = tmp_path_factory.mktemp("cost")
     given = ["cost", "--model", str(make_encoder(place / "encoder")), "--batch", "3", "--length", "8", "--device", "cpu"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "_apart", cost._row)  # a process for each row is for the sake of its memory alone
-        done = CliRunner().invoke(app, [*given, "--repeats", "1", "--engines", ENGINES, "--json", str(place / "rows.json")])
+        patch.setattr(cost, "apart", cost.row_of)  # a process for each row is for the sake of its memory alone
+        done = CliRunner().invoke(
+            app,
+            [
+                *given,
+                "--repeats",
+                "1",
+                "--engines",
+                ENGINES,
+                "--json",
+                str(place / "rows.json"),
+                "--figure",
+                str(place / "cost.svg"),
+            ],
+        )
     assert done.exit_code == 0, done.output
+    assert (place / "cost.svg").read_text().startswith("<svg")
     return json.loads((place / "rows.json").read_text()), done.output
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtem.errors import RequestError, RunError
+from mtem.experiments.command import reproduce
 from mtem.progress import Progress
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Prepare data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.command()(reproduce)
 
 out = Console(soft_wrap=True, highlight=False)
 INTERRUPTED = 130  # what typer makes of Ctrl-C
@@ -64,6 +66,9 @@ def adapt(
         str | None, typer.Option(help="With --model bigcn, what a post is to it: tfidf, vectors, encoder.")
     ] = None,
     method: Annotated[str, typer.Option(help="One of those that 'mtem methods' lists.")] = "mtem",
+    source_model: Annotated[
+        Path | None, typer.Option(help="The folder of another run, whose model before its adaptation is taken as it is.")
+    ] = None,
     preset: Annotated[
         str, typer.Option(help="'recommended', or 'paper': the algorithm and constants as printed.")
     ] = "recommended",
@@ -104,7 +109,7 @@ def adapt(
             raise RequestError(f"--set {name}={given[name]}: '{name}' is no setting; see 'mtem adapt --help' for the options")
     adapted = run(
         source, target, target_labeled=target_labeled or None,
-        model=model, method=method, preset=preset, output=output, resume=resume,
+        model=model, method=method, preset=preset, source_model=source_model, output=output, resume=resume,
         text_column=text_column, label_column=label_column, progress=Progress(quiet=quiet), **given,
     )  # fmt: skip
     _summary(adapted.record, output)
@@ -264,6 +269,7 @@ def show_cost(
     attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
     repeats: Annotated[int, typer.Option(help="Steps timed; the median counts.")] = 10,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows there.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Also draw time and memory against the batch size there (.svg).")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, texts and labels.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
@@ -273,9 +279,11 @@ def show_cost(
 
     mtem cost --model bert-base --length 256 --device cuda --json cost.json
 
-    mtem cost --batch 10,20,30,40,50,60 --engines 'plain;layerwise;taylor;second-order'
+    mtem cost --batch 10,20,30,40,50,60 --engines 'plain;layerwise;taylor;second-order' --figure cost.svg
     """
     from mtem import cost
+    from mtem.atomic import atomic_write
+    from mtem.experiments.figures import cost_figure
     from mtem.storage import write_json
     from mtem.training import find_device, find_precision
 
@@ -286,6 +294,7 @@ def show_cost(
     unknown = [name for name in wanted if name not in cost.ENGINES]
     if unknown:
         raise RequestError(f"--engines {unknown[0]}: there are {'; '.join(cost.ENGINES)}")
+    wanted = ("plain", *(name for name in wanted if name != "plain"))  # what all others are measured against
     try:
         sizes = [int(size) for size in batch.split(",")]
     except ValueError:
@@ -293,9 +302,11 @@ def show_cost(
     if min(sizes) < 2 or length < 4 or repeats < 1:
         raise RequestError("--batch must be at least 2, --length 4 and --repeats 1")
     shared = {"model": model, "device": str(place), "precision": named, "attention": attention, "repeats": repeats, "seed": seed}
-    rows = cost.measure(list(cost.cases(wanted, sizes, [length], **shared)), Progress(quiet=quiet))
-    if json_file is not None:
-        write_json(json_file, rows)
+    keep = (lambda rows: write_json(json_file, rows)) if json_file is not None else (lambda rows: None)
+    rows = cost.measure(list(cost.cases(wanted, sizes, [length], **shared)), Progress(quiet=quiet), keep)
+    if figure is not None:
+        with atomic_write(figure) as stream:
+            stream.write(cost_figure(rows).encode())
     cost.render(rows, out)
 
 

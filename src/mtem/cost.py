@@ -7,6 +7,7 @@ is that of the index gradient against second order in float32.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import gc
@@ -17,13 +18,14 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -33,6 +35,7 @@ from mtem.methods.mtem import PAPER, Mtem, MtemSettings
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.text import TextModel
 from mtem.progress import Progress
+from mtem.record import versions
 from mtem.training import Trainer, TrainingSettings, find_device, find_precision
 
 # "pieces 2": the source batch in two pieces; "v at theta": without the virtual step's own gradient (virtual_step=false)
@@ -76,62 +79,77 @@ class Probe(Mtem):
         return super().moved(index, gradient, number)
 
 
-def measure(cases: Sequence[Case], progress: Progress | None = None) -> list[dict[str, Any]]:
-    """One row for each case, with ratios against the plain step of the same batch where it is among them."""
+def measure(
+    cases: Sequence[Case], progress: Progress | None = None, each: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+) -> list[dict[str, Any]]:
+    """One row for each case, with ratios against the plain step of the same batch, which comes before the others.
+
+    `each` gets the rows so far, after every one of them.
+    """
     progress = progress or Progress(quiet=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    plain: dict[tuple[int, int], float] = {}
+    about = machine()
     with progress.stage("measuring", len(cases)):
         for number, case in enumerate(cases):
-            rows.append(_apart(case) if find_device(case.device).type == "cpu" else _row(case))
+            row = apart(case) if find_device(case.device).type == "cpu" else row_of(case)
+            if case.engine == "plain" and "memory" in row:
+                plain[case.batch, case.length] = row["memory"]
+            rows.append({**row, **ratios(row, plain.get((case.batch, case.length))), **about})
+            each(rows)
             progress.advance(number + 1, {"engine": case.engine, "batch": case.batch})
-    plain = {(row["batch"], row["length"]): row for row in rows if row["engine"] == "plain"}
-    for row in rows:
-        base = plain.get((row["batch"], row["length"]), {})
-        row["time_ratio"] = row["seconds"] / row["plain_seconds"] if "seconds" in row else None
-        row["memory_ratio"] = row["memory"] / max(1, base["memory"]) if "memory" in row and "memory" in base else None
-        row |= machine()
     return rows
 
 
-def _apart(case: Case) -> dict[str, Any]:
+def ratios(row: dict[str, Any], plain_memory: float | None) -> dict[str, float | None]:
+    known = "memory" in row and plain_memory is not None
+    return {
+        "time_ratio": row["seconds"] / row["plain_seconds"] if "seconds" in row else None,
+        "memory_ratio": max(1.0, row["memory"]) / max(1.0, plain_memory) if known else None,
+    }
+
+
+def apart(case: Case, one: Callable[[Case], dict[str, Any]] | None = None) -> dict[str, Any]:
     """In a process of its own: the peak of a process's memory never comes down again."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_row, (case,))
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(one or row_of, case).result()
+        except concurrent.futures.process.BrokenProcessPool:
+            return {**dataclasses.asdict(case), "failed": "killed"}
 
 
-def _row(case: Case) -> dict[str, Any]:
+def row_of(case: Case) -> dict[str, Any]:
     row: dict[str, Any] = dataclasses.asdict(case)
     try:
-        row |= _measured(case)
+        row |= measured(case)
     except torch.OutOfMemoryError:
         row["failed"] = "out of memory"
     gc.collect()
     return row
 
 
-def _measured(case: Case) -> dict[str, Any]:
+def measured(case: Case, make: Callable[[Case, torch.device], Bench] | None = None) -> dict[str, Any]:
+    """Memory over two steps, then the time, in turn with plain steps, then the error of the first step's index gradient."""
+    make = make or Bench
     device = find_device(case.device)
-    empty = _resident()
-    bench = _Bench(case, device)
-    kept = {name: value.detach().clone().cpu() for name, value in bench.method.model.trainable().items()}
+    empty = resident()
+    bench = make(case, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):  # the second has the optimizer's state from the start
-        bench.step()
-    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else _resident() - empty
-    plain = [] if case.engine == "plain" else [_Bench(dataclasses.replace(case, engine="plain"), device)]
-    seconds, *others = in_turn([bench, *plain], case.repeats)
-    plain_seconds = others[0] if others else seconds
-    found: dict[str, Any] = {"seconds": seconds, "plain_seconds": plain_seconds, "memory": memory, "parameters": bench.parameters}
-    if case.engine != "plain":
-        with torch.no_grad():
-            for name, value in bench.method.model.trainable().items():
-                value.copy_(kept[name])
-        gradient = bench.gradient()
-        del bench, plain
-        gc.collect()
+    bench.step()
+    gradient = None if case.engine == "plain" else bench.method.gradient
+    bench.step()  # has the optimizer's state from the start
+    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident() - empty
+    plain = [] if case.engine == "plain" else [make(dataclasses.replace(case, engine="plain"), device)]
+    seconds = in_turn([bench, *plain], case.repeats)
+    found: dict[str, Any] = {
+        "seconds": seconds[0], "plain_seconds": seconds[-1], "memory": memory, "parameters": bench.parameters,
+        "cosine": None, "relative_error": None,
+    }  # fmt: skip
+    del bench, plain
+    gc.collect()
+    if gradient is not None:
         exact = _exact(dataclasses.replace(case, engine="second-order", precision="fp32", repeats=0)).to(device)
         found |= {
             "cosine": float(torch.nn.functional.cosine_similarity(gradient, exact, dim=0)),
@@ -142,10 +160,10 @@ def _measured(case: Case) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _exact(case: Case) -> Tensor:
-    return _Bench(case, find_device(case.device)).gradient().cpu()
+    return Bench(case, find_device(case.device)).gradient().cpu()
 
 
-class _Bench:
+class Bench:
     """A model, a source and a target batch, and the step that a case asks for."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -178,9 +196,9 @@ class _Bench:
     def batch(self, case: Case, model: TextModel, draw: torch.Generator) -> Batch:
         size, words = (case.batch, case.length), model.network.config.vocab_size
         ids = torch.randint(min(1000, words // 2), words, size, generator=draw)
-        mask = torch.ones(size, dtype=torch.long)
         labels = torch.randint(2, (case.batch,), generator=draw)
-        inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+        mask = torch.ones((1, 1), dtype=torch.long, device=self.device).expand(size)  # as `collate` makes it
+        inputs = {"input_ids": ids.to(self.device), "attention_mask": mask}
         return Batch(model.prepare(inputs), labels.to(self.device), torch.arange(case.batch, device=self.device))
 
     def step(self) -> None:
@@ -225,13 +243,13 @@ def make_model(case: Case) -> TextModel:
     return TextModel(network, tokenizer, case.length)
 
 
-def _resident() -> int:
+def resident() -> int:
     """The largest resident memory of this process so far, in bytes."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024
 
 
-def machine() -> dict[str, str]:
+def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
@@ -239,6 +257,7 @@ def machine() -> dict[str, str]:
         "cores": str(torch.get_num_threads()),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "versions": versions(),
     }
 
 
@@ -251,13 +270,13 @@ def render(rows: Sequence[dict[str, Any]], console: Console) -> None:
     )
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("step", "batch", "ms", "x plain", "MiB", "x plain", "cosine", "relative error"):
-        table.add_column(column, justify="left" if column == "step" else "right")
+        table.add_column(column, justify="left" if column == "step" else "right", no_wrap=column != "step")
     for row in rows:
         if "failed" in row:
-            table.add_row(row["engine"], str(row["batch"]), row["failed"])
+            table.add_row(row["engine"], str(row["batch"]), Text(row["failed"]))
             continue
         time_ratio, memory_ratio = ("" if row[k] is None else f"{row[k]:.2f}" for k in ("time_ratio", "memory_ratio"))
-        error = (f"{row['cosine']:.6f}", f"{row['relative_error']:.1e}") if "cosine" in row else ("", "")
+        error = (f"{row['cosine']:.6f}", f"{row['relative_error']:.1e}") if row.get("cosine") is not None else ("", "")
         table.add_row(
             row["engine"], str(row["batch"]), f"{1e3 * row['seconds']:.1f}", time_ratio, f"{row['memory'] / 2**20:.0f}",
             memory_ratio, *error,

@@ -1,0 +1,260 @@
+"""Statistics over cells: means, spreads, paired comparisons, and what the label-free figures were worth.
+
+A mean is taken over the targets first and then over the seeds; its spread is the standard deviation over the seeds (n - 1) of the
+mean over the targets. Only whole seeds count: those for which every target is there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mtem.errors import RequestError
+
+Cell = dict[str, Any]
+Figure = Callable[[Cell], float]
+
+DRAWS = 10_000
+BLOCK = 1_000_000  # weights at a time: some 30 MB
+LEVEL = 0.05  # a difference with a larger p is not told apart from none
+POSITIVE = {"amazon": None, "pheme": "rumour"}  # the class whose F1 is the score; None: accuracy is
+
+
+def score(cell: Cell) -> float:
+    return cell["score"]
+
+
+def name_of(cell: Cell) -> str:
+    return ", ".join(str(cell[key]) for key in ("dataset", "model", "setting", "pool", "variant", "target", "seed"))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two methods on the same test texts."""
+
+    value: float
+    low: float
+    high: float
+    """95 % of the resampled differences lie between ``low`` and ``high``."""
+    p: float
+    """Two-sided."""
+
+    @property
+    def clear(self) -> bool:
+        return self.p < LEVEL
+
+
+class Board:
+    """The cells of one table: variants x targets x seeds.
+
+    Its seeds are those that at least half of the variants have for every target, so that an extra seed of one method, or one
+    method that was not finished, does not spoil the table; if there is no such seed, the one with the most cells.
+    """
+
+    def __init__(self, cells: Iterable[Cell], variants: Sequence[str], targets: Sequence[str], positive: str | None) -> None:
+        self.targets, self.positive = tuple(targets), positive
+        self.cells: dict[tuple[str, str, int], Cell] = {}
+        self._drawn: dict[str, dict[tuple[str, int], np.ndarray]] = {}
+        for cell in cells:
+            if cell["variant"] not in variants or cell["target"] not in targets:
+                continue
+            key = (cell["variant"], cell["target"], cell["seed"])
+            if key in self.cells:
+                raise ValueError(f"two cells for {key}")
+            self.cells[key] = cell
+        self.variants = tuple(variant for variant in variants if any(key[0] == variant for key in self.cells))
+        self.ran = tuple(sorted({seed for *_, seed in self.cells}))
+        whole = {seed: sum(self._whole(variant, seed) for variant in self.variants) for seed in self.ran}
+        self.seeds = tuple(seed for seed in self.ran if 2 * whole[seed] >= len(self.variants))
+        if self.ran and not self.seeds:
+            self.seeds = (max(self.ran, key=lambda seed: sum(key[2] == seed for key in self.cells)),)
+
+    def _whole(self, variant: str, seed: int) -> bool:
+        return all((variant, target, seed) in self.cells for target in self.targets)
+
+    def seeds_of(self, variant: str, target: str | None = None) -> tuple[int, ...]:
+        """Those of the table's seeds that the variant has for every target; if it has none, those of the target that is named."""
+        whole = tuple(seed for seed in self.seeds if self._whole(variant, seed))
+        if whole or target is None:
+            return whole
+        return tuple(seed for seed in self.seeds if (variant, target, seed) in self.cells)
+
+    def found(self, variant: str, target: str | None = None) -> list[Cell]:
+        """Seed by seed, target by target."""
+        names = [target] if target else self.targets
+        return [self.cells[variant, name, seed] for seed in self.seeds_of(variant, target) for name in names]
+
+    def complete(self, variant: str, target: str | None = None) -> bool:
+        return self.seeds_of(variant, target) == self.seeds
+
+    def mean(self, variant: str, target: str | None = None, figure: Figure = score) -> float | None:
+        """Over its seeds, and over the targets unless one is named; None if there are none."""
+        found = self.found(variant, target)
+        return statistics.fmean(map(figure, found)) if found else None
+
+    def spread(self, variant: str, target: str | None = None) -> float | None:
+        """Standard deviation over the seeds of the mean over the targets; None for fewer than two seeds."""
+        values, seeds = [cell["score"] for cell in self.found(variant, target)], len(self.seeds_of(variant, target))
+        return statistics.stdev(map(statistics.fmean, np.split(np.array(values), seeds))) if seeds > 1 else None
+
+    def oracle(self, variant: str) -> bool:
+        """Whether it saw labels that a method cannot have."""
+        return any(cell["oracle"] for (name, *_), cell in self.cells.items() if name == variant)
+
+    def best(self, target: str | None = None) -> str | None:
+        """The complete variant with the highest mean, oracles left out; the first of equals."""
+        rivals = [variant for variant in self.variants if not self.oracle(variant) and self.complete(variant, target)]
+        return max(rivals, key=lambda variant: self.mean(variant, target) or 0.0, default=None)
+
+    def compare(self, variant: str, other: str, target: str | None = None) -> Difference | None:
+        """How much better ``variant`` is, over the seeds that both have; None if there are none."""
+        own = self.seeds_of(other, target)
+        pairs = [
+            (name, seed)
+            for name in ([target] if target else self.targets)
+            for seed in self.seeds_of(variant, target)
+            if seed in own
+        ]
+        if not pairs:
+            return None
+        mine, theirs = ([self.cells[each, name, seed]["score"] for name, seed in pairs] for each in (variant, other))
+        drawn = [self.drawn(name)[variant, seed] - self.drawn(name)[other, seed] for name, seed in pairs]
+        return difference(statistics.fmean(mine) - statistics.fmean(theirs), np.mean(drawn, axis=0))
+
+    def drawn(self, target: str) -> dict[tuple[str, int], np.ndarray]:
+        """The scores of all variants and seeds on the target in DRAWS resamplings of its examples."""
+        if target not in self._drawn:
+            keys = [key for key in self.cells if key[1] == target and key[2] in self.seeds]
+            scores = resampled([self.cells[key] for key in keys], self.positive, DRAWS, self.targets.index(target))
+            self._drawn[target] = {(variant, seed): line for (variant, _, seed), line in zip(keys, scores, strict=True)}
+        return self._drawn[target]
+
+
+def difference(value: float, drawn: np.ndarray) -> Difference:
+    """How sure ``value`` is, given what it was in each resampling."""
+    drawn = np.where(np.abs(drawn) < 1e-12, 0.0, drawn)  # sums of thirds and the like: equal is equal
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    tail = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
+    return Difference(value, float(low), float(high), min(1.0, 2 * (tail + 1) / (len(drawn) + 1)))
+
+
+def resampled(cells: Sequence[Cell], positive: str | None, draws: int, seed: int = 0) -> np.ndarray:
+    """The scores of cells of one target when its labeled examples are drawn with replacement, [cells, draws].
+
+    A draw weighs every example once, by how often it was drawn, for all test sets that hold it: those of different seeds share
+    most of their texts, and what is hard in one is hard in the other.
+    """
+    rows = _rows(cells)
+    examples, places = np.unique(np.concatenate(rows), return_inverse=True)
+    columns = np.zeros((len(examples), 2, len(cells)), dtype=np.float32)  # sums of small integers: exact
+    for number, (cell, place) in enumerate(zip(cells, np.split(places, np.cumsum(list(map(len, rows)))[:-1]), strict=True)):
+        columns[place, :, number] = _shares(cell, positive).T
+    columns = columns.reshape(len(examples), -1)
+    random, size, found = np.random.default_rng(seed), len(examples), []
+    for start in range(0, draws, step := max(1, BLOCK // size)):
+        count = min(step, draws - start)
+        picks = random.integers(size, size=(count, size)) + size * np.arange(count)[:, None]
+        weights = np.bincount(picks.ravel(), minlength=count * size).reshape(count, size)
+        found.append(weights.astype(np.float32) @ columns)
+    above, below = np.concatenate(found).astype(float).T.reshape(2, len(cells), draws)
+    return above / np.maximum(below, 1)
+
+
+def _rows(cells: Sequence[Cell]) -> list[np.ndarray]:
+    """Which of the target's labeled examples each cell was tested on, in order."""
+    rows: list[np.ndarray] = []
+    tests: dict[int, tuple[str, str]] = {}
+    labels: dict[int, str] = {}
+    for cell in cells:
+        held = cell["test"].get("rows")
+        if held is None:
+            raise RequestError(f"cell {name_of(cell)}: it does not say which examples its test set holds; run it again")
+        rows.append(np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(held), dtype=np.uint8))))
+        same = tests.setdefault(cell["seed"], (held, cell["test"]["fingerprint"])) == (held, cell["test"]["fingerprint"])
+        same = same and len(rows[-1]) == len(cell["truth"]) == len(cell["predictions"])
+        known = zip(rows[-1].tolist(), cell["truth"], strict=True) if same else ()
+        if not same or any(labels.setdefault(row, label) != label for row, label in known):
+            raise RequestError(
+                f"cell {name_of(cell)}: tested on other texts than {cells[0]['variant']}, so they cannot be compared; "
+                "run both again on the same data"
+            )
+    return rows
+
+
+def _shares(cell: Cell, positive: str | None) -> np.ndarray:
+    """What each test text adds to the score's numerator and denominator, [2, texts].
+
+    Accuracy is right / all; F1 = 2 hits / (predicted + true).
+    """
+    truth, predicted = (np.frombuffer(cell[key].encode("ascii"), dtype=np.uint8) - ord("0") for key in ("truth", "predictions"))
+    if positive is None:
+        return np.stack([truth == predicted, np.ones_like(truth)])
+    true, called = (each == cell["classes"].index(positive) for each in (truth, predicted))
+    return np.stack([2 * (true & called), true.astype(int) + called])
+
+
+def recomputed(cell: Cell) -> float:
+    """The score, from truth and predictions."""
+    above, below = _shares(cell, POSITIVE[cell["dataset"]]).sum(axis=1, dtype=int)
+    return float(above / max(below, 1))
+
+
+@dataclass(frozen=True)
+class Honesty:
+    """Label-free estimates of the accuracy against the truth, over cells."""
+
+    cells: int
+    error: float
+    """Mean of |estimate - truth|."""
+    bias: float
+    """Mean of estimate - truth: above 0, it promised too much."""
+    inside: float
+    """Share of the truths inside the interval."""
+
+
+def honesty(cells: Sequence[Cell]) -> Honesty | None:
+    gaps, inside = [], []
+    for cell in cells:
+        estimate, truth = cell.get("estimate"), cell["metrics"]["accuracy"]
+        if estimate and estimate.get("accuracy") is not None:
+            gaps.append(estimate["accuracy"] - truth)
+            inside.append(estimate["low"] <= truth <= estimate["high"])
+    if not gaps:
+        return None
+    return Honesty(len(gaps), statistics.fmean(map(abs, gaps)), statistics.fmean(gaps), statistics.fmean(inside))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Mean scores of the weights that different ways of choosing would have kept, over cells."""
+
+    cells: int
+    source: float
+    """The model before adaptation."""
+    last: float
+    """No choice: the last weights of the first search entry."""
+    chosen: float
+    """By the label-free criterion."""
+    target: float
+    """By the target's labels: an oracle."""
+    harmed: float
+    """Share of the cells whose chosen weights are worse than the model before adaptation."""
+
+
+def selection(cells: Sequence[Cell]) -> Selection | None:
+    """Over the cells in which there was something to choose."""
+    cells = [cell for cell in cells if cell.get("target_selected") and sum(len(run["candidates"]) for run in cell["search"]) > 1]
+    if not cells:
+        return None
+    return Selection(
+        len(cells),
+        statistics.fmean(cell["source_score"] for cell in cells),
+        statistics.fmean(cell["search"][0]["candidates"][-1]["score"] for cell in cells),
+        statistics.fmean(cell["score"] for cell in cells),
+        statistics.fmean(cell["target_selected"]["score"] for cell in cells),
+        statistics.fmean(cell["score"] < cell["source_score"] - 1e-12 for cell in cells),
+    )
