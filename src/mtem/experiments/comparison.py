@@ -106,9 +106,15 @@ class Board:
         return any(cell["oracle"] for (name, *_), cell in self.cells.items() if name == variant)
 
     def best(self, target: str | None = None) -> str | None:
-        """The complete variant with the highest mean, oracles left out; the first of equals."""
-        rivals = [variant for variant in self.variants if not self.oracle(variant) and self.complete(variant, target)]
-        return max(rivals, key=lambda variant: self.mean(variant, target) or 0.0, default=None)
+        """The complete variant with the highest mean, oracles left out; the first of equals.
+
+        None unless half of the variants are complete: among fewer there is not much to win.
+        """
+        rivals = [variant for variant in self.variants if not self.oracle(variant)]
+        ready = [variant for variant in rivals if self.complete(variant, target)]
+        if 2 * len(ready) < len(rivals):
+            return None
+        return max(ready, key=lambda variant: self.mean(variant, target) or 0.0, default=None)
 
     def compare(self, variant: str, other: str, target: str | None = None) -> Difference | None:
         """How much better ``variant`` is, over the seeds that both have; None if there are none."""

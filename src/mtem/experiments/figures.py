@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,23 +52,17 @@ def cost_figure(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def trajectory_figure(cells: Sequence[dict[str, Any]]) -> str:
-    """Temperature and entropy indexes along the run, one line per target.
+    """Temperature and entropy indexes along the run: three quantiles of the indexes of a target's texts.
 
-    Lines are medians over the seeds. The band holds 10 % to 90 % of the target's texts: the medians over the seeds of these two
-    quantiles.
+    Lines are medians over the cells, whatever their target and seed; bands reach from the least to the largest of them.
     """
-    temperatures, indexes = [], []
-    for target in dict.fromkeys(cell["target"] for cell in cells):
-        histories = [cell["history"] for cell in cells if cell["target"] == target and cell.get("history")]
-        temperature = _over_seeds(histories, lambda point: point.get("temperature"))
-        temperatures.append(Series(target, GRID.tolist(), temperature))
-        low, middle, high = (_over_seeds(histories, lambda point, k=k: _quantile(point, k)) for k in range(3))
-        indexes.append(Series(target, GRID.tolist(), middle, low, high))
-    if len({tuple(series.ys) for series in temperatures}) == 1:  # one schedule: one line
-        temperatures = [dataclasses.replace(temperatures[0], name="all targets")]
+    histories = [cell["history"] for cell in cells if cell.get("history")]
+    temperature = _over_cells("κ", histories, lambda point: point.get("temperature"))
+    names = ("10 % of the texts are below", "half of the texts are below", "90 % of the texts are below")
+    indexes = [_over_cells(name, histories, lambda point, k=k: _quantile(point, k)) for k, name in enumerate(names)]
     return side_by_side(
-        line_plot(temperatures, "Temperature κ", "share of the run", "κ"),
-        line_plot(indexes, "Entropy indexes ψ: median and 10-90 % of the texts", "share of the run", "ψ"),
+        line_plot([temperature], "Temperature κ", "share of the run", "κ"),
+        line_plot(indexes, "Entropy indexes ψ of the target's texts", "share of the run", "ψ"),
     )
 
 
@@ -98,12 +91,15 @@ def _quantile(point: dict[str, Any], number: int) -> float | None:
     return None if quantiles is None else quantiles[number]
 
 
-def _over_seeds(histories: Sequence[Sequence[dict[str, Any]]], figure: Any) -> list[float | None]:
-    """The median over the histories at each share of the run; None where there is nothing."""
+def _over_cells(name: str, histories: Sequence[Sequence[dict[str, Any]]], figure: Callable[..., float | None]) -> Series:
+    """Median and range over the histories at each share of the run; None where there is nothing."""
     lines = []
     for history in histories:
         points = [(point["step"], figure(point)) for point in history if figure(point) is not None]
         if points:
             steps, values = np.array(points, dtype=float).T
             lines.append(np.interp(GRID, steps / max(1.0, max(point["step"] for point in history)), values))
-    return [float(value) for value in np.median(lines, axis=0)] if lines else [None] * len(GRID)
+    if not lines:
+        return Series(name, GRID.tolist(), [None] * len(GRID))
+    middle, low, high = (f(lines, axis=0).tolist() for f in (np.median, np.min, np.max))
+    return Series(name, GRID.tolist(), middle, low, high)

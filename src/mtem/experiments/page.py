@@ -22,16 +22,17 @@ PEERS = ("betty darts", "higher", "torchopt MetaSGD")  # steps of benchmarks/pee
 CONDITIONS = ("model", "device", "precision", "length", "machine")  # what rows of one comparison of costs share
 
 READING = """\
-- A **run** is one method adapted to one target with one seed. The methods of a table share encoder, splits, source model, number
-  of passes over the unlabeled texts, a search over two learning rates, and the label-free criterion that picks the weights. No
-  target label picks anything, except in rows and columns called oracle. **Out** is the source model without adaptation (In+Out:
-  with 100 labeled target texts). [protocol.md](protocol.md) tells the rest.
+- A **run** is one method adapted to one target with one seed. The methods of a table share encoder, splits, source model (but for
+  MME and the oracle, which train their own), number of passes over the unlabeled texts, a search over two learning rates, and
+  the label-free criterion that picks the weights. No target label picks anything, except in rows and columns called oracle.
+  **Out** is the source model without adaptation (In+Out: with 100 labeled target texts). [protocol.md](protocol.md) tells the
+  rest.
+- Amazon's unlabeled reviews are the **mixed** pool, classes about even, or the **natural** one, 80 to 90 % positive.
 - Means are over the targets, then over the seeds; ± is the standard deviation over the seeds.
 - Differences have 95 % intervals from a paired bootstrap: 10,000 times the labeled examples of each target are drawn with
-  replacement, the same draw for every method and for all seeds whose test sets hold an example. **≈ marks what may be
-  noise**: a difference from none (or from the best, in bold) with p ≥ .05, two-sided, not corrected for the number of
-  comparisons. Texts are resampled, not seeds: the intervals hold for the models that were trained, and ± shows how much these
-  vary.
+  replacement, the same draw for every method and for all seeds whose test sets hold an example. **≈ marks what may be noise**: a
+  difference from none (or from the best, in bold) with p ≥ .05, two-sided, not corrected for the number of comparisons. Texts
+  are resampled, not seeds: the intervals hold for the models that were trained, and ± shows how much these vary.
 """
 
 
@@ -140,12 +141,16 @@ def _absent(found: Sequence[Cell], dataset: str, pool: str, setting: str) -> str
     seeds = [seed for seed in SEEDS if any(cell["seed"] == seed for cell in found)]
     there = {(cell["variant"], cell["target"], cell["seed"]) for cell in found}
     begun = {variant for variant, *_ in there}
-    said, lacking = [f"seed {seed}" for seed in SEEDS if seed not in seeds], 0
+    unseen = [str(seed) for seed in SEEDS if seed not in seeds]
+    said, lacking = [f"seed{'s' if len(unseen) > 1 else ''} {' and '.join(unseen)}"] if unseen else [], 0
     for name, pairs in _planned(dataset, pool, setting).items():
         own = {variant: None for variant, _ in pairs if name == "general" or variant != "mtem"}
         missing = [variant for variant in own if variant not in begun]
-        whole = name != "general" and len(missing) == len(own)
-        said += [name.replace("-", " ")] if whole else [tables.NAMES.get(variant, variant) for variant in missing]
+        if name == "general":
+            said += [tables.NAMES[variant] for variant in missing]
+        elif missing:
+            share = f" ({len(missing)} of {len(own)} rows)" if len(missing) < len(own) else ""
+            said.append(name.replace("-", " ") + share)
         begun_pairs = [pair for pair in pairs if pair[0] in own and pair[0] in begun]
         lacking += sum((*pair, seed) not in there for pair in begun_pairs for seed in seeds)
     said += [f"{lacking} runs of the others"] if lacking else []
@@ -170,7 +175,7 @@ def _trajectories(cells: Sequence[Cell], drawn: dict[str, str]) -> str:
                 where = tables.told_place((dataset, model, pool, "unsupervised"))
                 runs = f"{len(found)} run{'s' if len(found) > 1 else ''}"
                 parts += [_picture(name, f"temperature and indexes, {where}"), f"\nMTEM, {where}, {runs}.\n"]
-    said = "Medians over the seeds; the band holds 10 % to 90 % of the target's texts.\n"
+    said = "Lines are medians over the runs, all targets together; bands reach from the least run to the largest.\n"
     return "## Temperature and indexes along a run\n\n" + ("\n".join([said, *parts]) if parts else "Not run.\n")
 
 
@@ -232,7 +237,7 @@ def _theory(folder: Path, drawn: dict[str, str]) -> str:
 
 def _convergence(stem: str, found: dict[str, Any], drawn: dict[str, str]) -> list[str]:
     told, settings = [], found.get("settings", {})
-    for key in ("algorithm", "model", "data", "exponents"):
+    for key in ("algorithm", "model", "data"):
         if settings.get(key):
             told.append(f"- {key}: {settings[key]}")
     told += [f"- {name}: {what}" for name, what in settings.get("names", {}).items()]
@@ -249,22 +254,25 @@ def _convergence(stem: str, found: dict[str, Any], drawn: dict[str, str]) -> lis
             if curve.get("seed") is None:
                 interval = "" if not curve.get("interval") else " [{}, {}]".format(*(digits(end, 2) for end in curve["interval"]))
                 rows.append([case, curve["name"], digits(curve.get("exponent"), 2) + interval, digits(curve.get("promised"), 2)])
-    return [*parts, markdown(["case", "curve", "a of the fitted t^-a", "promised"], rows), _observed(found["curves"])]
+    several = len(settings.get("seeds", ())) > 1
+    said = "The law t^-a is fitted in log-log over the later half of the measured steps; the 95 % interval is " + (
+        "that of the mean over the seeds (Student's t).\n" if several else "a bootstrap of these points: too narrow.\n"
+    )
+    return [*parts, said, markdown(["case", "curve", "a", "promised"], rows), _observed(found["curves"])]
 
 
 def _observed(curves: Sequence[dict[str, Any]]) -> str:
     """What the fall of Theorem 1's quantity says, and what not."""
     said = (
-        "Theorem 1's quantity contains the rate η_t ([errata.md](errata.md), 30), so it falls because the rate does; divided by "
+        "Theorem 1's quantity contains the rate η_t ([errata.md](errata.md), 30): its fall is that of the rate, and divided by "
         "the rate (theorem-1-over-rate) it is another curve."
     )
-    fitted = {
-        curve.get("case"): curve.get("exponent") for curve in curves if (curve["name"], curve.get("seed")) == ("theorem-1", None)
-    }
-    if fitted.get("fixed") is not None and fitted.get("larger") is not None:
+    means = [curve for curve in curves if curve["name"] == "theorem-1" and curve.get("seed") is None]
+    fitted = {curve.get("case"): digits(curve.get("exponent"), 2) for curve in means}
+    if {"fixed", "larger"} <= set(fitted):
         said += (
-            f" The control is `fixed`, whose indexes never move: it falls alike, a = {digits(fitted['fixed'], 2)} against "
-            f"{digits(fitted['larger'], 2)} with moving indexes at the same rate."
+            f" The case `fixed`, whose indexes never move, is the control: a = {fitted['fixed']}, beside {fitted['larger']} of "
+            "`larger`, whose indexes move, at the same rate."
         )
     return (
         f"{said} In a smaller trial at k1 = 5 (one seed, 1,000 steps) the least value so far stayed that of the first step. This "

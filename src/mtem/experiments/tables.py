@@ -37,9 +37,9 @@ Place = tuple[str, str, str, str]  # dataset, model, pool, setting
 
 REASONS = {
     "amazon": """\
-Why the paper is so far away was not tested; what differs is the encoder (BERT-base there), the choice (without target labels
-here; the paper does not say, and related code of its authors uses target labels), the splits and the unlabeled reviews, and
-settings that the paper leaves open. [protocol.md](protocol.md) has the list.
+Why the paper's figures differ was not tested; what is different is the encoder (BERT-base there), the choice (without target
+labels here; the paper does not say, and related code of its authors uses target labels), the splits and the unlabeled reviews,
+and settings that the paper leaves open. [protocol.md](protocol.md) has the list.
 """,
     "pheme": """\
 All methods assume even class shares and are corrected towards them, except the rows "uncorrected" and "paper's settings": F1 of
@@ -112,8 +112,8 @@ def general(dataset: str, found: Mapping[Place, Board]) -> str:
     parts = [title, REASONS[dataset]]
     for place, board in here.items():
         paper = _paper(place)
-        parts += [f"### {told_place(place)}\n", _verdict(board, paper), _scores(board, paper, "out"), _more(board, paper)]
-        parts += ["The paper's:\n", _printed(paper, "out")]
+        parts += [f"### {told_place(place)}\n", _verdict(board, paper), _scores(board, paper, "out")]
+        parts += ["The paper's:\n", _printed(paper, "out"), _more(board, paper) if board.best() else ""]
     if dataset == "pheme":
         parts += [_trivial(board) for (*_, setting), board in here.items() if setting == "unsupervised"][:1]
     return "\n".join(parts)
@@ -134,9 +134,10 @@ def _verdict(board: Board, paper: published.Table) -> str:
     """What the table says, in words."""
     best = board.best()
     if best is None:
-        return f"**Unfinished**: seed {board.seeds[0]}, and no method has all targets yet.\n"
+        return f"**Unfinished**: seed {board.seeds[0]}, and few methods have all targets yet.\n"
     tied = [_name(variant, paper) for variant in _tied(board, best)]
-    level = f"cannot be told apart from {', '.join(tied)}" if tied else "ahead of every other by more than the test texts' noise"
+    others = "every other" if all(map(board.complete, board.variants)) else "all others that are finished"
+    level = f"cannot be told apart from {', '.join(tied)}" if tied else f"clearly ahead of {others}"
     said = f"**Best: {_name(best, paper)}, {digits(board.mean(best))}**, {level}."
     gain = board.compare("mtem", "out")
     if gain and best != "out":
@@ -200,7 +201,8 @@ def _more(board: Board, paper: published.Table) -> str:
             alone = all(cell["method"] == "source-only" for cell in board.found(variant))
             share = "" if alone else f"{kept} of {len(board.found(variant))}"
             rows.append([_name(variant, paper), *values, share, f"{seconds:.0f}" if math.isfinite(seconds) else "—"])
-    return markdown(["method", *figures, "runs that kept the source model", "seconds per run"], rows) if rows else ""
+    header = ["method", *figures, "runs that kept the source model", "seconds per run"]
+    return f"More of our runs:\n\n{markdown(header, rows)}"
 
 
 def told(difference: Difference | None) -> str:
