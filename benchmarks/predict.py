@@ -164,7 +164,7 @@ def speed(place: str, texts: list[str], batches: list[int], rounds: int, threads
                 "time_ratio": statistics.median(o["seconds"] / b["seconds"] for o, b in zip(ours, base, strict=True)),
                 "memory": ours[-1]["memory"], "memory_ratio": ours[-1]["memory"] / base[-1]["memory"],
                 "same_labels": None if name == FLOOR else all(one["labels"] == base[0]["labels"] for one in ours),
-                "rounds": rounds, "seed": 0, **about[name], **versions(),
+                "rounds": rounds, "seed": 0, **about[name],
             }
         )  # fmt: skip
     return rows
@@ -211,7 +211,7 @@ def growth(place: str, texts: list[str], sizes: list[int], folder: Path) -> list
                     "device": "cpu", "model": "one layer of width 32, drawn", "engine": MTEM, "texts": size, "length": length,
                     "letters": LETTERS, "precision": "fp32", "attention": "sdpa", "seconds": seconds,
                     "texts_per_second": size / seconds, "memory": memory, "memory_ratio": memory / base, "seed": 0,
-                    **cost.machine(), **versions(),
+                    **cost.machine(),
                 }
             )  # fmt: skip
             progress.advance(len(rows))
@@ -260,13 +260,6 @@ def write_texts(path: Path, texts: Any) -> None:
     with files.Writer(path) as writer:
         for text in texts:
             writer.write({"text": text})
-
-
-def versions() -> dict[str, str]:
-    import tokenizers
-    import transformers
-
-    return {"transformers": transformers.__version__, "tokenizers": tokenizers.__version__}
 
 
 def main() -> None:

@@ -31,7 +31,9 @@ def reproduce(
     data: Annotated[Path | None, typer.Option(help="The folder that 'mtem data prepare' has written.")] = None,
     results: Annotated[Path, typer.Option(help="Folder for what is found, one file for each cell.")] = Path("results"),
     docs: Annotated[Path, typer.Option(help="Where the page of results is written.")] = Path("docs"),
-    seeds: Annotated[str, typer.Option(help="With commas.")] = "0,1,2",
+    seeds: Annotated[
+        str | None, typer.Option(help="With commas; without it the plan's: three for amazon, five for pheme.", show_default=False)
+    ] = None,
     targets: Annotated[str | None, typer.Option(help="Some of the target domains, with commas; all without it.")] = None,
     settings: Annotated[str | None, typer.Option(help="unsupervised, semi-supervised or both, with a comma.")] = None,
     pools: Annotated[str | None, typer.Option(help="amazon: which unlabeled reviews: mixed, natural, or both.")] = None,
@@ -68,8 +70,8 @@ def reproduce(
 
         cells = protocol.plan(
             [name for name in RUNS if what in (name, "all")], dataset, model, protocol.model_name(model, model_name),
-            seeds=numbers(seeds), targets=listed(targets), settings_=listed(settings), pools=listed(pools),
-            variants=listed(variants), overrides=_settings(set_),
+            seeds=None if seeds is None else numbers(seeds), targets=listed(targets), settings_=listed(settings),
+            pools=listed(pools), variants=listed(variants), overrides=_settings(set_),
         )  # fmt: skip
         if not cells:
             raise RequestError(f"{what}: nothing to run for {dataset} with these options")
@@ -81,7 +83,7 @@ def reproduce(
     if what == "theory" or (reviews and not (results / "theory" / "convergence.json").exists()):
         from mtem.experiments import theory
 
-        theory.reproduce(needed(data, "amazon"), results, seeds=numbers(seeds), progress=progress)
+        theory.reproduce(needed(data, "amazon"), results, seeds=numbers(seeds or "0,1,2"), progress=progress)
     if what == "cases" or reviews:
         from mtem.experiments import cases
 

@@ -16,7 +16,6 @@ from mtem.experiments.tables import SETTINGS, digits, markdown, of, once, places
 from mtem.progress import Progress
 
 COMMAND = "mtem reproduce page"
-SEEDS = (0, 1, 2)  # of the plan
 FIGURES = ("entropy", "trajectory", "cost", "theory")  # how the names of the page's own figures begin
 PEERS = ("betty darts", "higher", "torchopt MetaSGD")  # steps of benchmarks/peers.py beside the engines of `mtem cost`
 CONDITIONS = ("model", "device", "precision", "length", "machine")  # what rows of one comparison of costs share
@@ -94,7 +93,7 @@ def _opening(results: Path, cells: Sequence[Cell], boards: Mapping[tables.Place,
 
 
 def _ran(results: Path, cells: Sequence[Cell]) -> str:
-    """What is there of the plan, which has SEEDS seeds."""
+    """What is there of the plan."""
     rows, idle = [], []
     for dataset, about in protocol.DATASETS.items():
         models = sorted({cell["model"] for cell in of(cells, dataset=dataset)})
@@ -108,10 +107,12 @@ def _ran(results: Path, cells: Sequence[Cell]) -> str:
                         idle.append(place)
                         continue
                     planned = {pair for pairs in _planned(dataset, pool, setting).values() for pair in pairs}
-                    there = [cell for cell in found if cell["seed"] in SEEDS and (cell["variant"], cell["target"]) in planned]
+                    there = [
+                        cell for cell in found if cell["seed"] in about.seeds and (cell["variant"], cell["target"]) in planned
+                    ]
                     hours = sum(cell.get("seconds") or 0.0 for cell in found) / 3600
                     machines = ", ".join(sorted({str(cell.get("machine") or "unknown") for cell in found}))
-                    share = f"{len(there)} of {len(planned) * len(SEEDS)}"
+                    share = f"{len(there)} of {len(planned) * len(about.seeds)}"
                     rows.append([place, share, _absent(found, dataset, pool, setting), f"{hours:.1f}", machines])
     lines = [f"- Not begun: {'; '.join(idle)}"] if idle else []
     failed = sorted(path.relative_to(results / "failures") for path in (results / "failures").rglob("*.txt"))
@@ -138,11 +139,12 @@ def _planned(dataset: str, pool: str, setting: str) -> dict[str, list[tuple[str,
 
 def _absent(found: Sequence[Cell], dataset: str, pool: str, setting: str) -> str:
     """Which seeds, methods and experiments of the plan have no run, and how many runs the others lack."""
-    seeds = [seed for seed in SEEDS if any(cell["seed"] == seed for cell in found)]
+    planned = protocol.DATASETS[dataset].seeds
+    seeds = [seed for seed in planned if any(cell["seed"] == seed for cell in found)]
     there = {(cell["variant"], cell["target"], cell["seed"]) for cell in found}
     begun = {variant for variant, *_ in there}
-    unseen = [str(seed) for seed in SEEDS if seed not in seeds]
-    said, lacking = [f"seed{'s' if len(unseen) > 1 else ''} {' and '.join(unseen)}"] if unseen else [], 0
+    unseen = [str(seed) for seed in planned if seed not in seeds]
+    said, lacking = [f"seed{'s' if len(unseen) > 1 else ''} {', '.join(unseen)}"] if unseen else [], 0
     for name, pairs in _planned(dataset, pool, setting).items():
         own = {variant: None for variant, _ in pairs if name == "general" or variant != "mtem"}
         missing = [variant for variant in own if variant not in begun]

@@ -28,12 +28,15 @@ class Dataset:
     pools: tuple[str, ...]
     score: str  # what is reported: "accuracy", or the class whose F1
     given: Mapping[str, Any]  # settings of all its cells
+    seeds: tuple[int, ...]  # of the plan
 
 
 DATASETS = {
     # On a CPU the encoder's lower layers would be frozen by default: a cell must not depend on the machine.
-    "amazon": Dataset(splits.AMAZON, ("mixed", "natural"), "accuracy", {"frozen_layers": 0}),
-    "pheme": Dataset(tuple(event for event in splits.EVENTS if event != "germanwings-crash"), ("event",), "rumour", {}),
+    "amazon": Dataset(splits.AMAZON, ("mixed", "natural"), "accuracy", {"frozen_layers": 0}, (0, 1, 2)),
+    "pheme": Dataset(
+        tuple(event for event in splits.EVENTS if event != "germanwings-crash"), ("event",), "rumour", {}, (0, 1, 2, 3, 4)
+    ),
 }
 
 
@@ -94,7 +97,7 @@ def plan(
     model: str,
     name: str,
     *,
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] | None = None,
     targets: Sequence[str] | None = None,
     settings_: Sequence[str] | None = None,
     pools: Sequence[str] | None = None,
@@ -129,7 +132,7 @@ def plan(
     groups = sorted({key[:2] for key in wanted}, key=lambda each: (SETTINGS.index(each[0]), about.pools.index(each[1])))
     cells = [
         dataclasses.replace(rows[variant], setting=setting, pool=pool, target=target, seed=seed)
-        for seed in seeds
+        for seed in (about.seeds if seeds is None else seeds)
         for setting, pool in groups
         for target in about.targets
         for variant in [key[2] for key in wanted if key[:2] == (setting, pool)]
