@@ -29,13 +29,13 @@ from rich.text import Text
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from mtem import record
 from mtem.errors import RequestError
 from mtem.methods import Batch, Context
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.text import TextModel
 from mtem.progress import Progress
-from mtem.record import versions
 from mtem.training import Trainer, TrainingSettings, find_device, find_precision
 
 # "pieces 2": the source batch in two pieces; "v at theta": without the virtual step's own gradient (virtual_step=false)
@@ -251,13 +251,12 @@ def resident() -> int:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
-        "machine": name,
+        "machine": record.machine("cuda" if torch.cuda.is_available() else "cpu"),
         "cores": str(torch.get_num_threads()),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "versions": versions(),
+        "versions": record.versions(),
     }
 
 

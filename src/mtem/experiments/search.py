@@ -6,18 +6,15 @@ semi-supervised setting, the few labeled texts. The oracle is the exception, and
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import json
-import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from mtem import inference, methods, metrics, settings
@@ -30,7 +27,7 @@ from mtem.experiments.cells import PROTOCOL, Cell
 from mtem.experiments.protocol import DATASETS, SEMI_SUPERVISED
 from mtem.methods import Method
 from mtem.progress import Progress
-from mtem.record import now
+from mtem.record import machine, now
 from mtem.weights import add_bias, clone, everything, load
 
 POINTS = 40  # of a history that are kept
@@ -259,15 +256,3 @@ def bits(rows: list[int], count: int) -> str:
     meant = np.zeros(count, dtype=bool)
     meant[rows] = True
     return np.packbits(meant).tobytes().hex()
-
-
-@functools.cache
-def machine(device: str) -> str:
-    """The processor's name, or the graphics card's."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(torch.device(device))
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
