@@ -45,9 +45,9 @@ def make_cell(
     cell |= {
         "score": score, "source_score": score - 0.02, "target_selected": {"score": score + 0.01, "search": 0, "step": 20},
         "metrics": {"accuracy": accuracy, "average_precision": {name: 0.7 for name in CLASSES[dataset]}, "trivial_f1": 0.5},
-        "estimate": {"accuracy": accuracy + 0.02, "low": accuracy - 0.01, "high": accuracy + 0.05},
+        "estimate": {"accuracy": accuracy + 0.02, "low": accuracy - 0.01, "high": accuracy + 0.05, "source_model": None},
         "search": [{"settings": {}, "chosen_step": 0, "criterion_score": 0.4, "score": score, "candidates": candidates}],
-        "chosen": 0,
+        "chosen": 0, "settings": {},
     }  # fmt: skip
     if cell["method"] == "mtem":
         cell["history"] = [

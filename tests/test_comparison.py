@@ -176,17 +176,37 @@ def test_means_and_spreads():
     assert Board(grid({"mtem": 0.9}, seeds=(5,)), ["mtem"], published.AMAZON, None).spread("mtem") is None
 
 
+def estimated(truth, estimate, method="source-only", **changes):
+    place = {"dataset": "amazon", "model": "minilm", "pool": "mixed", "setting": "unsupervised", "target": "books", "seed": 0}
+    return (
+        place
+        | {"oracle": False, "method": method, "settings": {}, "metrics": {"accuracy": truth}, "estimate": estimate}
+        | changes
+    )
+
+
 def test_estimates_against_the_truth():
-    base = {"dataset": "amazon"}
     cells = [
-        base | {"metrics": {"accuracy": 0.9}, "estimate": {"accuracy": 0.92, "low": 0.89, "high": 0.95}},
-        base | {"metrics": {"accuracy": 0.8}, "estimate": {"accuracy": 0.74, "low": 0.70, "high": 0.78}},
-        base | {"metrics": {"accuracy": 0.8}, "estimate": None},
+        estimated(0.9, {"accuracy": 0.92, "low": 0.89, "high": 0.95}),
+        estimated(0.8, {"accuracy": 0.74, "low": 0.70, "high": 0.78}),
+        estimated(0.8, None),
     ]
     found = honesty(cells)
     assert (found.cells, found.inside) == (2, 0.5)
     assert found.error == pytest.approx(0.04) and found.bias == pytest.approx(-0.02)
     assert honesty([]) is None
+
+
+def test_estimates_of_older_cells_meet_the_source_models_halfway():
+    source = estimated(0.8, {"accuracy": 0.70, "low": 0.65, "high": 0.75})
+    others = [source | {"settings": {"prior": "uniform"}, "estimate": {"accuracy": 0.1, "low": 0.0, "high": 0.2}}]
+    old = estimated(0.8, {"accuracy": 0.94, "low": 0.92, "high": 0.96}, "mtem")
+    found = honesty([old], [source, *others])
+    assert found.bias == pytest.approx(0.02) and found.inside == 1
+    new = estimated(0.8, {"accuracy": 0.94, "low": 0.92, "high": 0.96, "source_model": 0.7}, "mtem")
+    assert honesty([new], [source]).bias == pytest.approx(0.14)  # it is the middle already
+    assert honesty([old | {"seed": 1}], [source]) is None  # its source model's is not there
+    assert honesty([old | {"method": "mme"}], [source]) is None
 
 
 def test_selection_against_the_oracle():

@@ -1,6 +1,6 @@
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -157,6 +157,10 @@ def test_two_estimates_that_disagree_are_noted():
     assert f"{hard.by_confidence:.3f}" in hard.notes[0]
 
 
+def same(estimate, other):
+    return (estimate.accuracy, estimate.low, estimate.high) == pytest.approx((other.accuracy, other.low, other.high), abs=1e-12)
+
+
 def test_anchor_bounds_what_changed_predictions_can_gain():
     random = np.random.default_rng(0)
     source, labels = calibrated(random, 1000)
@@ -167,15 +171,27 @@ def test_anchor_bounds_what_changed_predictions_can_gain():
     naive = estimate_accuracy(source, labels, surer)
     after = estimate_accuracy(source, labels, surer, anchor=(before, target))
     assert naive.accuracy > before.accuracy + 0.1
-    assert after.accuracy == pytest.approx(before.accuracy + 0.02)
+    assert after.accuracy == pytest.approx(before.accuracy + 0.01)  # halfway to what the 2 % allow
     assert (after.low, after.high) == pytest.approx((before.low - 0.02, before.high + 0.02))
     assert "2.0%" in after.notes[-1] and f"{naive.accuracy:.3f}" in after.notes[-1]
-    unmoved = estimate_accuracy(source, labels, target, anchor=(before, target))
-    assert unmoved == before
-    loose = estimate_accuracy(source, labels, target, anchor=(replace(before, low=0.0, high=1.0), np.zeros_like(target)))
-    assert loose == before
+    assert after.source_model == before.accuracy and before.source_model is None
+    assert same(estimate_accuracy(source, labels, target, anchor=(before, target)), before)
     with pytest.raises(ValueError, match="1000 texts, got 3"):
         estimate_accuracy(source, labels, target, anchor=(before, target[:3]))
+
+
+def test_the_estimate_is_halfway_to_the_models_own_confidence():
+    random = np.random.default_rng(0)
+    source, labels = calibrated(random, 1000)
+    target, _ = calibrated(random, 1000, strength=0.5)
+    before = estimate_accuracy(source, labels, target)
+    surer = 4 * np.roll(target, 1, axis=1)  # every prediction is another: no bound
+    own = estimate_accuracy(source, labels, surer)
+    assert own.accuracy > before.high  # its own interval would not reach down to the source model's
+    after = estimate_accuracy(source, labels, surer, anchor=(before, target))
+    assert after.accuracy == pytest.approx((before.accuracy + own.accuracy) / 2)
+    assert after.low == pytest.approx(min(before.low, own.low)) and after.high == pytest.approx(max(before.high, own.high))
+    assert f"{before.accuracy:.3f}" in after.notes[-1] and f"{own.accuracy:.3f}" in after.notes[-1]
 
 
 def test_estimate_is_ready_for_json():

@@ -31,6 +31,8 @@ class Estimate:
     """The second opinion: source accuracy less the drop in mean confidence."""
     domain_error: float | None
     """Root mean square error of such estimates among source domains, beyond sampling noise; None if unknown."""
+    source_model: float | None = None
+    """The source model's own estimate, if there is another model to estimate."""
     notes: tuple[str, ...] = ()
 
 
@@ -63,13 +65,14 @@ def estimate_accuracy(
     With two or more ``source_domains`` (one domain number per source text) the accuracy of each is predicted by the
     threshold of the others and compared with the truth; the mean square of the errors beyond sampling noise is added
     in quadrature. What it all covers: few texts, and a shift as mild as the one among source domains that the model was
-    trained on. What it does not cover: a shift of another kind, and the overconfidence of self-training. An adapted
-    model was trained to be sure of these very texts, so its estimate leans high.
+    trained on. What it does not cover: a shift of another kind.
 
-    ``anchor`` takes the edge off that: the source model's estimate a and its scores on the same target texts. If the
-    two models disagree on a share d of the texts, their accuracies differ by d at most, so the estimate is kept within
-    [a - d, a + d] and the interval within the anchor's, d wider at either end; where the bound bites, that is the
-    interval.
+    An adapted model was trained to be sure of these very texts, so by its own confidence it looks better than it is.
+    ``anchor`` is what helps: the source model's estimate a and its scores on the same target texts. If the two models
+    disagree on a share d of the texts, their accuracies differ by d at most, so the own estimate e is brought within
+    [a - d, a + d] and its interval within the anchor's, d wider at either end; where the bound bites, that is its
+    interval. The truth is then looked for between a, where the adaptation has gained nothing, and e, where it is right
+    wherever it is sure: the estimate is halfway, and the interval reaches over both.
     """
     source_scores, target_scores = np.asarray(source_scores), np.asarray(target_scores)
     source_labels = np.asarray(source_labels)
@@ -104,15 +107,21 @@ def estimate_accuracy(
         if len(before_scores) != len(target_scores):
             raise ValueError(f"the anchor wants scores of the {len(target_scores)} texts, got {len(before_scores)}")
         changed = float((np.asarray(before_scores).argmax(axis=1) != target_scores.argmax(axis=1)).mean())
-        unbound, accuracy = accuracy, min(max(accuracy, before.accuracy - changed), before.accuracy + changed)
+        unbound, own = accuracy, min(max(accuracy, before.accuracy - changed), before.accuracy + changed)
         lowest, highest = before.low - changed, before.high + changed
-        if accuracy != unbound:
+        if own != unbound:
             low, high = lowest, highest
             notes.append(
                 f"confidence alone would say {unbound:.3f}, but only {changed:.1%} of the predictions differ"
                 f" from the source model's, estimated at {before.accuracy:.3f}"
             )
-        low, high = min(max(low, lowest), accuracy), max(min(high, highest), accuracy)
+        low, high = min(max(low, lowest), own), max(min(high, highest), own)
+        accuracy, low, high = (before.accuracy + own) / 2, min(low, before.low), max(high, before.high)
+        if abs(own - before.accuracy) > DISAGREEMENT:
+            notes.append(
+                f"halfway between the source model's {before.accuracy:.3f} and the adapted model's own {own:.3f}:"
+                " self-training makes a model surer than it is right"
+            )
     return Estimate(
         accuracy=accuracy,
         low=max(0.0, low),
@@ -121,6 +130,7 @@ def estimate_accuracy(
         source_accuracy=source_accuracy,
         by_confidence=by_confidence,
         domain_error=domain_error,
+        source_model=None if anchor is None else anchor[0].accuracy,
         notes=tuple(notes),
     )
 

@@ -7,7 +7,7 @@ mean over the targets. Only whole seeds count: those for which every target is t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,16 +222,39 @@ class Honesty:
     """Share of the truths inside the interval."""
 
 
-def honesty(cells: Sequence[Cell]) -> Honesty | None:
+def honesty(cells: Sequence[Cell], among: Sequence[Cell] = ()) -> Honesty | None:
+    """Of the cells; those of the source models are looked for in `among`."""
     gaps, inside = [], []
+    sources = {_source(cell): cell for cell in among if cell["method"] == "source-only" and not cell["oracle"]}
     for cell in cells:
-        estimate, truth = cell.get("estimate"), cell["metrics"]["accuracy"]
+        estimate, truth = _estimate(cell, sources), cell["metrics"]["accuracy"]
         if estimate and estimate.get("accuracy") is not None:
             gaps.append(estimate["accuracy"] - truth)
             inside.append(estimate["low"] <= truth <= estimate["high"])
     if not gaps:
         return None
     return Honesty(len(gaps), statistics.fmean(map(abs, gaps)), statistics.fmean(gaps), statistics.fmean(inside))
+
+
+def _source(cell: Cell) -> tuple[Any, ...]:
+    """What cells with the same source model share."""
+    return *(cell[name] for name in ("dataset", "model", "pool", "setting", "target", "seed")), cell["settings"].get("prior")
+
+
+def _estimate(cell: Cell, sources: Mapping[tuple[Any, ...], Cell]) -> Mapping[str, float] | None:
+    """As estimation.py makes it now.
+
+    Older cells have what the adapted model's own confidence said, and the source model's estimate is that of the cell beside.
+    MME's had a source model of its own, whose estimate was not kept, so there is none.
+    """
+    own = cell.get("estimate")
+    if not own or "source_model" in own or cell["oracle"] or cell["method"] == "source-only":
+        return own
+    source = sources.get(_source(cell), {}).get("estimate")
+    if not source or cell["method"] == "mme":
+        return None
+    middle = (own["accuracy"] + source["accuracy"]) / 2
+    return {"accuracy": middle, "low": min(own["low"], source["low"]), "high": max(own["high"], source["high"])}
 
 
 @dataclass(frozen=True)

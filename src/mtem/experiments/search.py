@@ -215,7 +215,7 @@ def told(
         "target_selected": {"score": most[0], "search": most[1], "step": most[2]},
         "search": search,
         "chosen": chosen,
-        "estimate": {name: record["estimate"]["after"][name] for name in ("accuracy", "low", "high")},
+        "estimate": {name: record["estimate"]["after"][name] for name in ("accuracy", "low", "high", "source_model")},
         "test": {
             "size": len(group.test), "fingerprint": fingerprint(group),
             "rows": bits(group.division.test_rows, group.examples),  # which of the target's labeled examples
