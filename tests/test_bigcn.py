@@ -56,7 +56,7 @@ def problem(kind: str, shapes: list[list[int]]):
         values = values.abs() * (torch.rand(values.shape, generator=draw) < 0.3)
         nodes, words = values.nonzero(as_tuple=True)
         features = Sparse(words, values[nodes, words], nodes, graph)
-        torch.testing.assert_close(features.dense(WIDTH), values)
+        torch.testing.assert_close(features.dense(WIDTH, values.device), values)
     else:
         features = Dense(values, graph)
     return features, graph, [part.numpy() for part in values.split([len(shape) for shape in shapes])]
@@ -331,6 +331,23 @@ def test_nothing_can_be_frozen(tfidf):
     tfidf.freeze(0)
     with pytest.raises(RequestError, match="frozen_layers=-2: this model has no pretrained layers"):
         tfidf.freeze(-2)
+
+
+@pytest.mark.parametrize("view", [None, "mixed"])
+def test_nothing_there_depends_on_values(model, rows, view):
+    """On the meta device tensors have shapes alone, so that whatever would have to wait for a GPU's numbers fails."""
+    inputs = batch(model, rows)
+    model.to("meta").train()
+    assert all(value.device.type == "cpu" for value in inputs.values())
+    inputs = inputs if view is None else model.augment(inputs, view, 0.4, draws())
+    noise = torch.zeros_like(model.perturbable(inputs)).requires_grad_()
+    assert model.unit(noise, inputs).device.type == "meta"
+    for given in (inputs, {**inputs, "noise": noise}):
+        scores = model(given)
+        assert scores.device.type == "meta" and scores.shape == (24, 3)
+        scores.sum().backward()
+        assert all(parameter.grad.device.type == "meta" for parameter in model.parameters())
+    assert noise.grad.shape == (len(inputs["parents"]), model.features.width)
 
 
 # ---------------------------------------------------------------------- other views of the same threads

@@ -12,13 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from mtem import methods, rates, training
+from mtem.data.loading import load_corpus
 from mtem.errors import RequestError, RunError
 from mtem.methods import Context
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.text import TextModel
+from mtem.models.trees import BigcnSettings, TreeModel
 from mtem.progress import Progress
 from mtem.training import Stream, Trainer, TrainingSettings, find_device, find_precision, find_rates, make_optimizer
 from tests.conftest import make_texts
+from tests.threads import make_threads
 
 CPU = torch.device("cpu")
 
@@ -232,17 +235,23 @@ class NoWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def ready(encoder, name, device="cpu", **changes):
-    """A trainer of the method whose batches are there, with labeled target texts."""
+def ready(encoder, name, device="cpu", threads=False, **changes):
+    """A trainer of the method whose batches are there, with labeled target texts (or threads)."""
     kind = methods.get(name)
     settings = kind.Settings(**changes)
     torch.manual_seed(0)
-    model = TextModel.create(encoder, ("bad", "good"), max_length=16)
+    if threads:
+        corpus = load_corpus(make_threads(40, 1), labeled=True)
+        model = TreeModel.create(("bad", "good"), [corpus], BigcnSettings(hidden=8))
+        tokens = model.encode_trees(corpus.trees())
+        labels = np.arange(40) % 2
+    else:
+        rows = make_texts(40, 1)
+        model = TextModel.create(encoder, ("bad", "good"), max_length=16)
+        tokens = model.encode_texts([text for text, _ in rows])
+        labels = np.array([label == "good" for _, label in rows], dtype=np.int64)
     kind.adjust(model, settings)
     model.to(device)
-    rows = make_texts(40, 1)
-    tokens = model.encode_texts([text for text, _ in rows])
-    labels = np.array([label == "good" for _, label in rows], dtype=np.int64)
     few = np.arange(20, 40)
     streams = [Stream(model, tokens, *given) for given in (
         (np.arange(40), labels, 10, 1), (np.arange(40), None, 10, 2), (few, labels, 6, 3),
@@ -293,6 +302,22 @@ def test_no_step_waits_for_the_gpu(encoder, unread_masks, name, engine, precisio
 @pytest.mark.parametrize("name", ["mtem", "source-only"])
 def test_nor_do_the_masks(encoder, name):
     check_waiting(ready(encoder, name, "cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name, engine", STEPS)
+def test_no_step_over_threads_needs_a_number(encoder, name, engine, monkeypatch):
+    """The model is on a device whose tensors have shapes alone: what depends on the threads is found on the CPU."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # not known there
+    made = ready(encoder, name, "meta", threads=True, **({"engine": engine} if engine else {}))
+    run_inside(made, contextlib.nullcontext, warm=0)
+    assert all(parameter.device.type == "meta" for parameter in made.method.model.parameters())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("name, engine", STEPS)
+def test_nor_do_steps_over_threads(encoder, name, engine, precision):
+    check_waiting(ready(encoder, name, "cuda", threads=True, **({"engine": engine} if engine else {})), precision)
 
 
 def check_waiting(made, precision):

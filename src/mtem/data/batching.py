@@ -90,9 +90,15 @@ def padding_share(lengths: np.ndarray, batches: Iterable[np.ndarray]) -> float:
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor there. To a GPU it goes through pinned memory, and nobody waits until it has arrived."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """The array as a tensor there."""
+    return send(torch.from_numpy(array), device)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor there. From the CPU to a GPU it goes through pinned memory, and nobody waits until it has arrived."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:

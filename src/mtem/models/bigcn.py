@@ -13,7 +13,8 @@ of a post's root. A linear head classifies both :math:`S` together. In training 
 for each direction and pass (DropEdge).
 
 All trees of a batch are one graph. Posts are rows, and index operations do what sparse matrices would: they have forward-mode
-and second derivatives, which sparse matrices have not.
+and second derivatives, which sparse matrices have not. The graph may stay on the CPU while the weights are on a GPU: what depends
+on its values (how many, which, drawn how) is found there, and the GPU is sent numbers, so nobody waits for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mtem.data.batching import send
 
 
 class Graph(NamedTuple):
@@ -37,6 +40,14 @@ class Graph(NamedTuple):
     def replies(self) -> Tensor:
         """Whether a node is one, [nodes]: these are the edges."""
         return self.parents != torch.arange(len(self.parents), device=self.parents.device)
+
+    @property
+    def sizes(self) -> Tensor:
+        """The nodes of each tree, [trees]."""
+        return torch.bincount(self.trees, minlength=len(self.roots))
+
+    def on(self, device: torch.device) -> Graph:
+        return Graph(*(send(each, device) for each in self))
 
 
 class Features(Protocol):
@@ -61,7 +72,7 @@ class Dense(NamedTuple):
         return (self.values @ weight).to(weight.dtype)
 
     def roots_times(self, weight: Tensor, dropout: float) -> Tensor:
-        _, trees, roots = self.graph
+        _, trees, roots = self.graph.on(self.values.device)
         values = F.relu(self.values.index_select(0, roots))
         if not dropout:
             return (values @ weight).to(weight.dtype).index_select(0, trees)
@@ -84,7 +95,7 @@ class Sparse(NamedTuple):
         own = (roots[trees[self.nodes]] == self.nodes).nonzero().squeeze(1)
         words, weights, places = self.words[own], self.weights[own], trees[self.nodes[own]]
         if not dropout:
-            return _product(words, weights, places, weight, len(roots)).index_select(0, trees)
+            return _product(words, weights, places, weight, len(roots)).index_select(0, send(trees, weight.device))
         # Every node has its own copy of the root's entries, and drops its own share of them.
         counts = torch.bincount(places, minlength=len(roots))
         copies, starts = counts[trees], (counts.cumsum(0) - counts)[trees]
@@ -94,14 +105,14 @@ class Sparse(NamedTuple):
         entries, nodes = entries[kept], nodes[kept]
         return _product(words[entries], weights[entries] / (1 - dropout), nodes, weight, len(trees))
 
-    def dense(self, width: int) -> Tensor:
+    def dense(self, width: int, device: torch.device) -> Tensor:
         """The matrix, [nodes, width]."""
-        places = self.nodes * width + self.words
-        values = self.weights.new_zeros(len(self.graph.parents) * width).index_add(0, places, self.weights)
-        return values.view(-1, width)
+        places, weights = send(self.nodes * width + self.words, device), send(self.weights, device)
+        return weights.new_zeros(len(self.graph.parents) * width).index_add(0, places, weights).view(-1, width)
 
 
 def _product(words: Tensor, weights: Tensor, rows: Tensor, weight: Tensor, count: int) -> Tensor:
+    words, weights, rows = (send(each, weight.device) for each in (words, weights, rows))
     return weight.new_zeros(count, weight.shape[1]).index_add(0, rows, weight.index_select(0, words) * weights.unsqueeze(1))
 
 
@@ -118,7 +129,7 @@ def kept_edges(graph: Graph, rate: float) -> Tensor:
     replies = graph.replies
     if not rate:
         return replies
-    edges = torch.bincount(graph.trees, minlength=len(graph.roots)) - 1
+    edges = graph.sizes - 1
     limits = (edges.float() * (1 - rate)).floor()
     # Sorted by tree, then by draw, with the root behind its replies; a tree's first `limit` stay.
     draws = torch.rand(len(replies), device=replies.device)
@@ -139,15 +150,18 @@ class Direction(nn.Module):
         self.weight1, self.bias1 = _glorot(width, hidden), nn.Parameter(torch.zeros(hidden))
         self.weight2, self.bias2 = _glorot(hidden + width, hidden), nn.Parameter(torch.zeros(hidden))
 
-    def forward(self, features: Features, graph: Graph, edges: tuple[Tensor, Tensor, Tensor], dropout: float) -> Tensor:
+    def forward(
+        self, features: Features, graph: Graph, sizes: Tensor, edges: tuple[Tensor, Tensor, Tensor], dropout: float
+    ) -> Tensor:
         """S, [trees, 2 hidden]."""
         own, roots = self.weight2.split([self.hidden, len(self.weight2) - self.hidden])
         first = propagate(features.times(self.weight1), *edges) + self.bias1
         enhanced = (F.dropout(F.relu(first), dropout) @ own).to(first.dtype) + features.roots_times(roots, dropout)
         second = F.relu(propagate(enhanced, *edges) + self.bias2)
-        sizes = torch.bincount(graph.trees, minlength=len(graph.roots)).to(second.dtype).unsqueeze(1)
         sums = second.new_zeros(len(graph.roots), self.hidden).index_add(0, graph.trees, second)
-        return torch.cat([sums / sizes, first.index_select(0, graph.roots)], dim=1)  # all nodes of a tree have the same root
+        return torch.cat(
+            [sums / sizes.to(second.dtype).unsqueeze(1), first.index_select(0, graph.roots)], dim=1
+        )  # all nodes of a tree have the same root
 
 
 class BiGCN(nn.Module):
@@ -160,11 +174,16 @@ class BiGCN(nn.Module):
         self.head: nn.Module = nn.Linear(4 * hidden, classes)
 
     def forward(self, features: Features, graph: Graph) -> Tensor:
-        nodes = torch.arange(len(graph.parents), device=graph.parents.device)
+        device = self.up.bias1.device
+        there, sizes = graph.on(device), send(graph.sizes, device)
+        nodes = torch.arange(len(graph.parents), device=device)
         dropout, rate = (self.dropout, self.drop_edge) if self.training else (0.0, 0.0)
-        type_ = self.up.bias1.dtype
-        up = self.up(features, graph, (nodes, graph.parents, kept_edges(graph, rate).to(type_)), dropout)
-        down = self.down(features, graph, (graph.parents, nodes, kept_edges(graph, rate).to(type_)), dropout)
+
+        def kept() -> Tensor:
+            return send(kept_edges(graph, rate), device).to(self.up.bias1.dtype)
+
+        up = self.up(features, there, sizes, (nodes, there.parents, kept()), dropout)
+        down = self.down(features, there, sizes, (there.parents, nodes, kept()), dropout)
         return self.head(torch.cat([up, down], dim=1))
 
 

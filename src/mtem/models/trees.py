@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtem.data.batching import on_device
+from mtem.data.batching import send
 from mtem.data.cache import cache_folder, fingerprint_of
 from mtem.data.corpus import Corpus
 from mtem.data.trees import Tree
@@ -63,8 +63,8 @@ class BigcnSettings:
 class TreeModel(Model):
     """BiGCN with the features of its posts.
 
-    A batch is one graph: "parents" (a root is its own), "trees" and "roots" as in `bigcn.Graph`, and either "values" (a row for
-    each post) or "words", "weights" and "nodes" (the entries of a sparse matrix).
+    A batch is one graph, on the CPU: "parents" (a root is its own), "trees" and "roots" as in `bigcn.Graph`, and either "values"
+    (a row for each post) or "words", "weights" and "nodes" (the entries of a sparse matrix).
     """
 
     head_path = "network.head"
@@ -190,8 +190,8 @@ class TreeModel(Model):
         return {"lengths": lengths, "parents": parents, **self.features.encode(texts, self.device, store)}
 
     def collate(self, threads: Threads, rows: np.ndarray) -> dict[str, Tensor]:
-        """The threads at `rows` as one graph on the model's device."""
-        return {name: on_device(array, self.device) for name, array in threads.batch(rows).items()}
+        """The threads at `rows` as one graph. It stays on the CPU, wherever the model is: `bigcn` says why."""
+        return {name: torch.from_numpy(array) for name, array in threads.batch(rows).items()}
 
     # ------------------------------------------------------------------ the function
 
@@ -201,13 +201,13 @@ class TreeModel(Model):
             if "noise" in inputs:
                 return self.network(Dense(self._values(inputs) + inputs["noise"], graph), graph).float()
             if "values" in inputs:
-                return self.network(Dense(inputs["values"], graph), graph).float()
+                return self.network(Dense(self._values(inputs), graph), graph).float()
             return self.network(Sparse(inputs["words"], inputs["weights"], inputs["nodes"], graph), graph).float()
 
     def _values(self, inputs: Inputs) -> Tensor:
         if "values" in inputs:
-            return inputs["values"]
-        return Sparse(inputs["words"], inputs["weights"], inputs["nodes"], _graph(inputs)).dense(self.features.width)
+            return send(inputs["values"], self.device)
+        return Sparse(inputs["words"], inputs["weights"], inputs["nodes"], _graph(inputs)).dense(self.features.width, self.device)
 
     def perturbable(self, inputs: Inputs) -> Tensor:
         """The posts' features, [posts, width], zeros included."""
@@ -215,9 +215,9 @@ class TreeModel(Model):
 
     def norms(self, values: Tensor, inputs: Inputs) -> Tensor:
         """The norm over all posts of each thread, [posts, 1]."""
-        squares = values.square().sum(dim=1)
-        sums = squares.new_zeros(len(inputs["roots"])).index_add(0, inputs["trees"], squares)
-        return sums.sqrt()[inputs["trees"]].unsqueeze(1)
+        squares, trees = values.square().sum(dim=1), send(inputs["trees"], values.device)
+        sums = squares.new_zeros(len(inputs["roots"])).index_add(0, trees, squares)
+        return sums.sqrt().index_select(0, trees).unsqueeze(1)
 
     def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
         """The same threads with a random share of their words hidden ("mask"), of their replies gone ("delete") or in one
