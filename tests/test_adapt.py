@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import mtem
-from mtem import selection
+from mtem import estimation, inference, selection
 from mtem.errors import RequestError
 from mtem.run import Run
 from mtem.weights import add_bias
@@ -424,6 +424,31 @@ def test_an_observer_sees_the_weights_that_are_judged(tiny, reviews, prior):
     adapted = adapt(tiny, prior=prior, observe=observe)
     assert sorted(seen) == [entry["step"] for entry in adapted.record["selection"]["candidates"]]
     np.testing.assert_array_equal(seen[adapted.record["selection"]["chosen_step"]], adapted.predict_proba(texts))
+
+
+@pytest.mark.parametrize("prior", ["none", "uniform"])
+def test_the_estimate_compares_with_a_source_model_of_the_same_correction(tiny, monkeypatch, prior):
+    calls = []
+
+    def seen(*given, **options):
+        calls.append((given, options))
+        return estimate(*given, **options)
+
+    estimate = estimation.estimate_accuracy
+    monkeypatch.setattr(estimation, "estimate_accuracy", seen)
+    monkeypatch.setattr(selection, "choose", lambda scores: len(scores) - 1)  # not the source model
+    record = adapt(tiny, prior=prior).record
+    (given, options) = calls[-1]
+    anchor, scores = options["anchor"]
+    assert record["estimate"]["after"]["source_model"] == anchor.accuracy
+    means = [inference.probabilities(each).mean(axis=0) for each in (scores, given[2])]
+    if prior == "uniform":
+        np.testing.assert_allclose(means, 0.5, atol=1e-3)
+        np.testing.assert_allclose(options["target_shares"], [0.5, 0.5])
+    else:
+        assert options["target_shares"] is None and record["estimate"]["before"]["accuracy"] == anchor.accuracy
+    alone = adapt(tiny, prior=prior, method="source-only").record["estimate"]["after"]
+    assert alone["source_model"] is None, "there is no other model"
 
 
 def test_the_correction_of_the_prior_does_not_depend_on_the_method(tiny):

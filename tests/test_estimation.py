@@ -194,6 +194,26 @@ def test_the_estimate_is_halfway_to_the_models_own_confidence():
     assert f"{before.accuracy:.3f}" in after.notes[-1] and f"{own.accuracy:.3f}" in after.notes[-1]
 
 
+def test_assumed_shares_weight_the_source_texts():
+    """Every text of the rarer class three times is what a weight of three says."""
+    random = np.random.default_rng(0)
+    source, labels = calibrated(random, 1500, classes=3)
+    target, _ = calibrated(random, 500, classes=3, strength=1.5)
+    kept = np.concatenate([np.flatnonzero(labels == 0)[:90], *(np.flatnonzero(labels == k)[:30] for k in (1, 2))])
+    source, labels = source[kept] + np.array([0.7, 0.0, 0.0]), labels[kept]  # a model that leans as its texts do
+    domains = np.arange(len(labels)) % 2
+    weighted = estimate_accuracy(source, labels, target, target_shares=np.full(3, 1 / 3), source_domains=domains)
+    plain = estimate_accuracy(source, labels, target, source_domains=domains)
+    often = np.concatenate([np.arange(90), np.tile(np.arange(90, 150), 3)])
+    repeated = estimate_accuracy(source[often], labels[often], target)
+    for one, other in ((weighted, repeated), (plain, repeated)):  # the temperature's smoothing knows the number of texts
+        alike = abs(one.accuracy - other.accuracy) < 5e-3 and abs(one.by_confidence - other.by_confidence) < 5e-3
+        assert alike == (one is weighted), (weighted, repeated, plain)
+    assert weighted.source_accuracy == plain.source_accuracy and weighted.domain_error is not None
+    alike = estimate_accuracy(source, labels, target, target_shares=[0.6, 0.2, 0.2])  # as they are
+    assert same(alike, estimate_accuracy(source, labels, target))
+
+
 def test_estimate_is_ready_for_json():
     random = np.random.default_rng(0)
     source, labels = calibrated(random, 50)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from mtem import cli
+from mtem import adapt, cli
 from mtem.data.corpus import text_key
 from mtem.errors import RequestError
 from mtem.experiments import cells, protocol, runner, search, splits
@@ -319,7 +319,7 @@ def test_test_texts_and_their_labels_never_reach_adapt(pheme, tmp_path, monkeypa
     )  # fmt: skip
     summary = runner.run(found, tmp_path, data=pheme, model="bigcn", device="cpu")
     assert not summary.failed, summary.failed
-    test = {tuple(tree.texts) for tree in search.Group(found[0], pheme, "bigcn", "cpu").test.trees()}
+    test = {tuple(tree.texts) for tree in search.Group(found[0], pheme, "bigcn", "cpu", tmp_path).test.trees()}
     for target, few, _ in seen:
         for corpus in (target, few):
             assert corpus is None or not test & {tuple(tree.texts) for tree in corpus.trees()}
@@ -350,7 +350,7 @@ def test_without_labels_of_the_pool_the_oracle_learns_one_half_of_the_test_set_t
     found = planned(encoder, ["oracle"])
     summary = runner.run(found, tmp_path, data=amazon, model=str(encoder), device="cpu")
     assert not summary.failed, summary.failed
-    group = search.Group(found[0], amazon, str(encoder), "cpu")
+    group = search.Group(found[0], amazon, str(encoder), "cpu", tmp_path)
     texts = list(group.test.texts())
     result = results_of(tmp_path, found)[found[0].address]
     assert result["oracle"] and len(seen) >= 2
@@ -429,6 +429,54 @@ def test_several_processes_find_the_same_and_survive_one_another(ran, amazon, en
     assert {key: stripped(each) for key, each in together.items()} == {key: stripped(each) for key, each in alone.items()}
 
 
+@dataclasses.dataclass
+class Meeting(runner.Solver):
+    """Waits until another process is at a cell, too; at `out` it ends."""
+
+    def __call__(self, cell):
+        (self.source_models / str(os.getpid())).touch()
+        wait_for(lambda: len(list(self.source_models.iterdir())) > 1)
+        return os._exit(5) if cell.variant == "out" else runner.Outcome(cell, {}, None)
+
+
+def test_who_has_nothing_to_do_helps_with_a_group_and_who_ends_takes_one_cell_along(encoder, tmp_path):
+    found = planned(encoder, ["out", "mtem", "dann", "cst"])
+    outcomes = list(runner.in_processes([found], Meeting(tmp_path, "", "", tmp_path), 2, 1, float("inf")))
+    assert sorted(found.index(each.cell) for each in outcomes) == [0, 1, 2, 3]
+    failed = [each for each in outcomes if each.failure]
+    assert [each.cell.variant for each in failed] == ["out"] and "exit code 5" in failed[0].failure
+
+
+def test_theta_1_is_there_for_who_comes_later(ran, amazon, encoder, monkeypatch):
+    folder, found, _ = ran
+    kept = list((folder / runner.SOURCE_MODELS).glob("*/*/*/*/*"))
+    assert len(kept) == 2 and all((place / "run.json").is_file() for place in kept)
+    begun = []
+    monkeypatch.setattr(search, "adapt", lambda *given, **options: begun.append(options["method"]) or adapt(*given, **options))
+    later = planned(encoder, ["dann"])
+    assert runner.run(later, folder, data=amazon, model=str(encoder), device="cpu").done == 1
+    assert begun == ["dann", "dann"], "the search, and no training of the source model"
+    scores = results_of(folder, [found[0], *later]).values()
+    assert len({each["source_score"] for each in scores}) == 1
+    (folder / later[0].address).unlink()
+
+
+def test_a_killed_run_takes_its_workers_along(amazon, encoder, tmp_path):
+    begun = tmp_path / "begun"
+    waits = write_method(tmp_path, "waits", f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)")
+    words = f"--data {amazon} --model {encoder} --results {tmp_path / 'r'} --seeds 0 --targets dvd --settings unsupervised"
+    words += f" --pools natural --variants {waits} --jobs 2 --device cpu --quiet"
+    words += "".join(f" --set {name}={value}" for name, value in TINY.items())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mtem.cli", "reproduce", "general", *words.split()], env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    wait_for(lambda: begun.exists() or process.poll() is not None)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not is_group(process.pid), 30)
+
+
 def test_an_interrupted_run_leaves_whole_cells_and_no_process(amazon, encoder, tmp_path):
     waits = write_method(tmp_path, "waits", "import time; time.sleep(600)")
     words = f"--data {amazon} --model {encoder} --results {tmp_path / 'r'} --seeds 0 --targets dvd --settings unsupervised"
@@ -444,7 +492,7 @@ def test_an_interrupted_run_leaves_whole_cells_and_no_process(amazon, encoder, t
     assert process.returncode == 130 and "Traceback" not in errors, errors
     assert "1 of 2 cells" in output
     wait_for(lambda: not is_group(process.pid))
-    assert len([path for path in (tmp_path / "r").rglob("*") if path.is_file()]) == 1
+    assert len([path for path in (tmp_path / "r" / "cells").rglob("*") if path.is_file()]) == 1
 
 
 def wait_for(done, seconds=120):

@@ -42,6 +42,7 @@ def estimate_accuracy(
     target_scores: np.ndarray,
     *,
     source_domains: np.ndarray | None = None,
+    target_shares: np.ndarray | None = None,
     anchor: tuple[Estimate, np.ndarray] | None = None,
     resamples: int = 200,
     seed: int = 0,
@@ -67,6 +68,9 @@ def estimate_accuracy(
     in quadrature. What it all covers: few texts, and a shift as mild as the one among source domains that the model was
     trained on. What it does not cover: a shift of another kind.
 
+    With ``target_shares``, those of the K classes in the target as far as they are known or assumed, the source texts of
+    a class count so much that all together have these shares: a model that was corrected for them is at its best there.
+
     An adapted model was trained to be sure of these very texts, so by its own confidence it looks better than it is.
     ``anchor`` is what helps: the source model's estimate a and its scores on the same target texts. If the two models
     disagree on a share d of the texts, their accuracies differ by d at most, so the own estimate e is brought within
@@ -79,22 +83,23 @@ def estimate_accuracy(
     if not len(source_scores) or not len(target_scores):
         raise ValueError("an estimate wants at least one source text and one target text")
     random = np.random.default_rng(seed)
-    temperature = calibrate(source_scores, source_labels)
+    weights = _class_weights(source_labels, target_shares)
+    temperature = calibrate(source_scores, source_labels, weights)
     source, target = log_softmax(source_scores, temperature), log_softmax(target_scores, temperature)
     right = source.argmax(axis=1) == source_labels
-    source_accuracy = float(right.mean())
+    weighted = float(np.average(right, weights=weights))
 
     source_confidence, target_confidence = -entropy(source), -entropy(target)
-    accuracy = _share_at_least_as_sure(source_confidence, 1 - source_accuracy, target_confidence)
-    gap = float(np.exp(source.max(axis=1)).mean() - np.exp(target.max(axis=1)).mean())
-    by_confidence = min(1.0, max(0.0, source_accuracy - gap))
+    accuracy = _share_at_least_as_sure(source_confidence, 1 - weighted, target_confidence, weights)
+    gap = float(np.average(np.exp(source.max(axis=1)), weights=weights) - np.exp(target.max(axis=1)).mean())
+    by_confidence = min(1.0, max(0.0, weighted - gap))
 
-    drawn = _resample(source_confidence, right, target_confidence, resamples, random)
+    drawn = _resample(source_confidence, right, weights, target_confidence, resamples, random)
     ends = np.quantile(drawn, [0.025, 0.975])
     below, above = max(0.0, accuracy - float(ends[0])), max(0.0, float(ends[1]) - accuracy)
     domain_error = None
     if source_domains is not None:
-        domain_error = _error_across_domains(source_scores, source_labels, np.asarray(source_domains))
+        domain_error = _error_across_domains(source_scores, source_labels, np.asarray(source_domains), target_shares)
     widening = 1.96 * (domain_error or 0.0)
     low = min(accuracy - math.hypot(below, widening), by_confidence)
     high = max(accuracy + math.hypot(above, widening), by_confidence)
@@ -127,7 +132,7 @@ def estimate_accuracy(
         low=max(0.0, low),
         high=min(1.0, high),
         method="average thresholded confidence",
-        source_accuracy=source_accuracy,
+        source_accuracy=float(right.mean()),
         by_confidence=by_confidence,
         domain_error=domain_error,
         source_model=None if anchor is None else anchor[0].accuracy,
@@ -204,6 +209,14 @@ def _before(scores: np.ndarray | None, k: int) -> str:
     return "" if scores is None else f" ({(np.asarray(scores).argmax(axis=1) == k).mean():.1%} before adaptation)"
 
 
+def _class_weights(labels: np.ndarray, shares: np.ndarray | None) -> np.ndarray:
+    """A weight for each text with which the classes that there are have the given shares; 1 on average."""
+    if shares is None:
+        return np.ones(len(labels))
+    weights = np.asarray(shares, dtype=float)[labels] / np.bincount(labels, minlength=len(shares))[labels]
+    return weights / weights.mean() if weights.any() else np.ones(len(labels))
+
+
 def _share_at_least_as_sure(
     source: np.ndarray,
     error: float,
@@ -229,12 +242,17 @@ def _share_at_least_as_sure(
 
 
 def _resample(
-    source: np.ndarray, right: np.ndarray, target: np.ndarray, resamples: int, random: np.random.Generator
+    source: np.ndarray,
+    right: np.ndarray,
+    weights: np.ndarray,
+    target: np.ndarray,
+    resamples: int,
+    random: np.random.Generator,
 ) -> np.ndarray:
     """[resamples] estimates under Dirichlet weights of the texts: a share n/N becomes Beta(n + 1/2, N - n + 1/2)."""
     drawn = np.empty(resamples)
     for index in range(resamples):
-        source_weights = random.standard_exponential(len(source))
+        source_weights = weights * random.standard_exponential(len(source))
         target_weights = random.standard_exponential(len(target))
         more_wrong, more_right, more_below, more_above = random.standard_gamma(0.5, size=4)
         error = (source_weights[~right].sum() + more_wrong) / (source_weights.sum() + more_wrong + more_right)
@@ -244,7 +262,7 @@ def _resample(
     return drawn
 
 
-def _error_across_domains(scores: np.ndarray, labels: np.ndarray, domains: np.ndarray) -> float | None:
+def _error_across_domains(scores: np.ndarray, labels: np.ndarray, domains: np.ndarray, shares: np.ndarray | None) -> float | None:
     """Root of the mean, over source domains, of (estimate by the other domains - truth)^2 less sampling variance."""
     numbers, counts = np.unique(domains, return_counts=True)
     numbers = numbers[counts >= FEW_DOMAIN_TEXTS]
@@ -253,11 +271,13 @@ def _error_across_domains(scores: np.ndarray, labels: np.ndarray, domains: np.nd
     excess = []
     for number in numbers:
         inside = domains == number
-        temperature = calibrate(scores[~inside], labels[~inside])
+        others, own = _class_weights(labels[~inside], shares), _class_weights(labels[inside], shares)
+        temperature = calibrate(scores[~inside], labels[~inside], others)
         log_probs = log_softmax(scores, temperature)
         confidence, right = -entropy(log_probs), log_probs.argmax(axis=1) == labels
-        estimate = _share_at_least_as_sure(confidence[~inside], 1 - float(right[~inside].mean()), confidence[inside])
+        error = 1 - float(np.average(right[~inside], weights=others))
+        estimate = _share_at_least_as_sure(confidence[~inside], error, confidence[inside], others, own)
         smoothed = (right.sum() + 0.5) / (len(right) + 1)
         noise = smoothed * (1 - smoothed) * (1 / inside.sum() + 1 / (~inside).sum())
-        excess.append((estimate - float(right[inside].mean())) ** 2 - noise)
+        excess.append((estimate - float(np.average(right[inside], weights=own))) ** 2 - noise)
     return math.sqrt(max(0.0, float(np.mean(excess))))

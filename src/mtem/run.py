@@ -187,13 +187,16 @@ class Run:
         if step:
             load(self.model, self.best or self.read_weights(f"best-{step}"))
         after = (self.seen.get(step) or self.evidence()) if step else before
+        source_alike = self.with_prior(before)  # the source model as this one is: corrected, if it is
         corrected, after = self.correct_prior(after)
         estimate = lambda seen, anchor=None: estimation.estimate_accuracy(  # noqa: E731
             seen.source_scores, seen.source_labels, seen.target_scores, source_domains=self.source_domains,
+            target_shares=None if self.align.shares is None else self.align.shares.cpu().numpy(),
             anchor=anchor, seed=self.settings.seed,
         )  # fmt: skip
         first = estimate(before)
-        then = first if after is before else estimate(after, (first, before.target_scores))
+        anchor = (estimate(source_alike), source_alike.target_scores) if step else None
+        then = first if after is before else estimate(after, anchor)
         told = estimation.warnings(
             self.shares, before.target_scores, after.target_scores, len(self.target), self.classes, held_out=len(self.held)
         )
@@ -254,9 +257,16 @@ class Run:
             return None, seen
         bias = self.prior_bias(seen.target_scores)
         add_bias(self.model, bias)
-        seen = dataclasses.replace(seen, source_scores=seen.source_scores + bias, target_scores=seen.target_scores + bias)
         shares = self.align.shares.cpu().numpy()
-        return {"kind": self.settings.prior, "shares": named(self.classes, shares), "bias": named(self.classes, bias)}, seen
+        told = {"kind": self.settings.prior, "shares": named(self.classes, shares), "bias": named(self.classes, bias)}
+        return told, self.with_prior(seen)
+
+    def with_prior(self, seen: selection.Evidence) -> selection.Evidence:
+        """What the model would say with those biases."""
+        if self.align.shares is None:
+            return seen
+        bias = self.prior_bias(seen.target_scores)
+        return dataclasses.replace(seen, source_scores=seen.source_scores + bias, target_scores=seen.target_scores + bias)
 
     def prior_bias(self, scores: np.ndarray) -> np.ndarray:
         assert self.align.shares is not None

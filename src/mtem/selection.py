@@ -110,7 +110,7 @@ def entropy(log_probs: np.ndarray) -> np.ndarray:
     return -(probs * np.where(probs > 0, log_probs, 0.0)).sum(axis=-1)
 
 
-def calibrate(scores: np.ndarray, labels: np.ndarray) -> float:
+def calibrate(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = None) -> float:
     r"""The temperature T in [0.05, 20] under which softmax(scores / T) fits the labels best.
 
     Minimises the cross-entropy with labels smoothed by :math:`\epsilon = 1/(S+1)`,
@@ -120,6 +120,7 @@ def calibrate(scores: np.ndarray, labels: np.ndarray) -> float:
     convex in :math:`b = 1/T`, by bisection of its slope in log T. The smoothing is Platt's: S texts, all of them right,
     attest a confidence of about 1 - 1/S and not of 1, so separated data have their temperature too. The result
     scales with the scores as long as no bound is met; scores without differences have no best temperature and get 1.
+    With ``weights`` the mean over the texts is a weighted one.
     """
     scores = np.asarray(scores, dtype=np.float64)
     rows = len(scores)
@@ -131,7 +132,7 @@ def calibrate(scores: np.ndarray, labels: np.ndarray) -> float:
 
     def too_sharp(temperature: float) -> bool:
         probs = np.exp(log_softmax(centered, temperature))
-        return float(((probs * centered).sum(axis=1) - wanted).mean()) >= 0
+        return float(np.average((probs * centered).sum(axis=1) - wanted, weights=weights)) >= 0
 
     low, high = math.log(COLDEST), math.log(HOTTEST)
     if not too_sharp(COLDEST):

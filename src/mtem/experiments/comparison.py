@@ -238,20 +238,25 @@ def honesty(cells: Sequence[Cell], among: Sequence[Cell] = ()) -> Honesty | None
 
 def _source(cell: Cell) -> tuple[Any, ...]:
     """What cells with the same source model share."""
-    return *(cell[name] for name in ("dataset", "model", "pool", "setting", "target", "seed")), cell["settings"].get("prior")
+    return tuple(cell[name] for name in ("dataset", "model", "pool", "setting", "target", "seed"))
 
 
 def _estimate(cell: Cell, sources: Mapping[tuple[Any, ...], Cell]) -> Mapping[str, float] | None:
     """As estimation.py makes it now.
 
     Older cells have what the adapted model's own confidence said, and the source model's estimate is that of the cell beside.
-    MME's had a source model of its own, whose estimate was not kept, so there is none.
+    There is none for those that did not keep enough: MME's had a source model of its own, and where class shares were assumed,
+    the source texts were not weighted by them.
     """
     own = cell.get("estimate")
-    if not own or "source_model" in own or cell["oracle"] or cell["method"] == "source-only":
+    if not own or "source_model" in own:
+        return own
+    if cell["settings"].get("prior", "none") != "none" or cell["method"] == "mme":
+        return None
+    if cell["oracle"] or cell["method"] == "source-only":
         return own
     source = sources.get(_source(cell), {}).get("estimate")
-    if not source or cell["method"] == "mme":
+    if not source:
         return None
     middle = (own["accuracy"] + source["accuracy"]) / 2
     return {"accuracy": middle, "low": min(own["low"], source["low"]), "high": max(own["high"], source["high"])}

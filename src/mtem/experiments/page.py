@@ -92,6 +92,25 @@ def _opening(results: Path, cells: Sequence[Cell], boards: Mapping[tables.Place,
     return text + "\n".join([*parts, "## How to read this\n", READING])
 
 
+def _source_models(cells: Sequence[Cell]) -> list[str]:
+    """Where the methods of a group did not all begin from the very same source model."""
+    found: dict[tuple[Any, ...], set[float]] = {}
+    for cell in cells:
+        if cell["method"] != "mme" and not cell["oracle"]:
+            place = (
+                *(cell[name] for name in ("dataset", "model", "setting", "pool", "target", "seed")),
+                cell["settings"].get("prior"),
+            )
+            found.setdefault(place, set()).add(cell["source_score"])
+    apart = [max(scores) - min(scores) for scores in found.values() if len(scores) > 1]
+    if not apart:
+        return []
+    return [
+        f"- In {len(apart)} of {len(found)} places the source model was trained a second time, when a run was taken up again (on a "
+        f"GPU, or on another machine): its score differs there by {digits(min(apart), 4)} to {digits(max(apart), 4)} between methods"
+    ]
+
+
 def _ran(results: Path, cells: Sequence[Cell]) -> str:
     """What is there of the plan."""
     rows, idle = [], []
@@ -119,6 +138,7 @@ def _ran(results: Path, cells: Sequence[Cell]) -> str:
     lines += [f"- Failed: {path.with_suffix('').as_posix()}" for path in failed]
     for what, kind in (("what a step costs", "cost"), ("the theorems", "theory"), ("the case study", "cases")):
         lines += [] if list((results / kind).glob("*.json")) else [f"- Not run: {what}"]
+    lines += _source_models(cells)
     table = markdown(["where", "runs of the plan", "missing", "hours", "machine"], rows)
     return table + ("\n" + "\n".join(lines) + "\n" if lines else "")
 

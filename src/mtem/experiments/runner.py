@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections import deque
@@ -24,16 +25,7 @@ from mtem.experiments import cells as files
 from mtem.experiments.cells import Cell
 from mtem.progress import Progress
 
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """The cells of one group that are still to be run, and where."""
-
-    cells: tuple[Cell, ...]
-    data: Path
-    model: str
-    device: str
-    deadline: float  # time.time() after which no cell is begun
+SOURCE_MODELS = "source-models"  # below the results' folder
 
 
 class Outcome(NamedTuple):
@@ -70,11 +62,13 @@ def run(
     wanted = missing(results, cells)
     summary = Summary(there=len(cells) - len(wanted), left=len(wanted))
     deadline = time.time() + limit if limit is not None else float("inf")
-    tasks = [
-        Task(tuple(group), data, model, device, deadline) for _, group in itertools.groupby(wanted, key=lambda cell: cell.group)
-    ]
+    groups = [list(group) for _, group in itertools.groupby(wanted, key=lambda cell: cell.group)]
     threads = max(1, min(torch.get_num_threads(), cores() // jobs))  # OMP_NUM_THREADS may say fewer
-    outcomes = in_processes(tasks, jobs, threads) if jobs > 1 else in_this_process(tasks, threads)
+    solver = Solver(data, model, device, results / SOURCE_MODELS)
+    if jobs > 1:
+        outcomes = in_processes(groups, solver, jobs, threads, deadline)
+    else:
+        outcomes = in_this_process(groups, solver, threads, deadline)
     with progress.stage("cells", len(wanted)), contextlib.closing(outcomes):
         progress.advance(0)
         for outcome in outcomes:
@@ -98,20 +92,28 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def solved(task: Task) -> Iterator[Outcome]:
-    """The cells of a group, one after the other, until the deadline."""
-    from mtem.experiments import search
+@dataclasses.dataclass
+class Solver:
+    """Runs cells one after the other, and keeps what those of a group share."""
 
-    group: search.Group | None = None
-    for cell in task.cells:
-        if time.time() >= task.deadline:
-            return
+    data: Path
+    model: str
+    device: str
+    source_models: Path
+    group: Any = None
+
+    def __call__(self, cell: Cell) -> Outcome:
+        from mtem.experiments import search
+
         try:
-            group = group or search.Group(cell, task.data, task.model, task.device)
-            yield Outcome(cell, search.solve(cell, group), None)
+            if self.group is None or self.group.cell.group != cell.group:
+                self.group = None
+                self.group = search.Group(cell, self.data, self.model, self.device, self.source_models)
+            return Outcome(cell, search.solve(cell, self.group), None)
         except Exception:
-            yield Outcome(cell, None, traceback.format_exc())
-        release()
+            return Outcome(cell, None, traceback.format_exc())
+        finally:
+            release()
 
 
 def release() -> None:
@@ -121,12 +123,14 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def in_this_process(tasks: Sequence[Task], threads: int) -> Iterator[Outcome]:
+def in_this_process(groups: Sequence[Sequence[Cell]], solver: Solver, threads: int, deadline: float) -> Iterator[Outcome]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for task in tasks:
-            yield from solved(task)
+        for cell in itertools.chain(*groups):
+            if time.time() >= deadline:
+                return
+            yield solver(cell)
     finally:
         torch.set_num_threads(before)
 
@@ -134,59 +138,73 @@ def in_this_process(tasks: Sequence[Task], threads: int) -> Iterator[Outcome]:
 # ---------------------------------------------------------------------- several processes
 
 
-def in_processes(tasks: Sequence[Task], jobs: int, threads: int) -> Iterator[Outcome]:
-    """Groups go to whoever is free. Workers only compute: what they find is sent here and written here, so that nothing is
-    half written when they are stopped."""
-    pending = deque(tasks)
+def in_processes(groups: Sequence[Sequence[Cell]], solver: Solver, jobs: int, threads: int, deadline: float) -> Iterator[Outcome]:
+    """A worker takes a group that nobody is at; when there is none left, it helps with the one that has most to do.
+
+    Workers only compute: what they find is sent here and written here, so that nothing is half written when they are stopped.
+    """
+    pending = deque(deque(group) for group in groups)
     workers: dict[Connection, Any] = {}
-    busy: dict[Connection, list[Cell]] = {}  # what is left of the group that a worker is at
+    at: dict[Connection, deque[Cell]] = {}  # what is left of the group that a worker is at
+    busy: dict[Connection, Cell | None] = {}
+
+    def more() -> bool:
+        return time.time() < deadline and bool(pending or any(at.values()))
 
     def hand_out(connection: Connection) -> None:
-        task = pending.popleft() if pending else None
-        busy[connection] = list(task.cells) if task else []
+        if more() and not at.get(connection):
+            at[connection] = pending.popleft() if pending else max(at.values(), key=len)
+        busy[connection] = at[connection].popleft() if more() else None
         with contextlib.suppress(ConnectionError):  # a worker that has ended is met below
-            connection.send(task)
+            connection.send(busy[connection])
 
     try:
-        while pending or workers:
-            while pending and len(workers) < jobs:
-                connection, process = start(threads)
+        while workers or more():
+            while len(workers) < jobs and more():
+                connection, process = start(solver, threads)
                 workers[connection] = process
                 hand_out(connection)
             for connection in wait(list(workers)):
                 try:
-                    message = connection.recv()
+                    outcome = connection.recv()
                 except (EOFError, ConnectionError):
                     process = workers.pop(connection)
                     process.join()
-                    for cell in busy.pop(connection):
+                    left = at.pop(connection, None)
+                    if left and not any(left is other for other in at.values()):
+                        pending.appendleft(left)
+                    if (cell := busy.pop(connection)) is not None:
                         yield Outcome(cell, None, f"its process ended with exit code {process.exitcode}")
                     continue
-                if message is None:
-                    hand_out(connection)
-                else:
-                    busy[connection].remove(message.cell)
-                    yield message
+                hand_out(connection)
+                yield outcome
     finally:
         for process in workers.values():
             process.kill()
             process.join()
 
 
-def start(threads: int) -> tuple[Connection, Any]:
+def start(solver: Solver, threads: int) -> tuple[Connection, Any]:
     context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, threads), daemon=True)
+    process = context.Process(target=serve, args=(there, solver, threads), daemon=True)
     process.start()
     there.close()
     return here, process
 
 
-def serve(connection: Connection, threads: int) -> None:
-    """Groups in, outcomes out; None says that a group is done, or that there is none left."""
+def serve(connection: Connection, solver: Solver, threads: int) -> None:
+    """Cells in, outcomes out; None says that there is none left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this process
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    while (task := connection.recv()) is not None:
-        for outcome in solved(task):
-            connection.send(outcome)
-        connection.send(None)
+    while (cell := connection.recv()) is not None:
+        connection.send(solver(cell))
+
+
+def end_with_parent() -> None:
+    """Without it, what a killed parent leaves behind would go on until its cell is done, for nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

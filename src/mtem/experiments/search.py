@@ -6,9 +6,11 @@ semi-supervised setting, the few labeled texts. The oracle is the exception, and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,10 +37,10 @@ HISTORY = ("step", "temperature", "index_quantiles", "meta_loss", "target_loss",
 
 
 class Group:
-    """What the cells of one group share: corpora, the division, theta_1."""
+    """What the cells of one group share: corpora, the division, theta_1, which is also kept in the folder `source_models`."""
 
-    def __init__(self, cell: Cell, data: Path, model: str, device: str) -> None:
-        self.cell, self.model, self.device = cell, model, device
+    def __init__(self, cell: Cell, data: Path, model: str, device: str, source_models: Path) -> None:
+        self.cell, self.model, self.device, self.source_models = cell, model, device, source_models
         there = splits.read(cell.dataset, data, cell.target, cell.pool)
         division = splits.divide(there, cell.seed)
         self.source = load_corpus(there.sources, labeled=True)
@@ -68,14 +70,30 @@ class Group:
             method = cell.method if own else "source-only"
             known = settings.names(*map(type, find_settings(self.model, method, "recommended", {}).values()))
             given = {**DATASETS[cell.dataset].given, **cell.overrides, "steps": 0}
+            given = {name: given[name] for name in given if name in known}
             try:
-                self._begun[key] = self.adapt(cell, method, {name: given[name] for name in given if name in known})
+                self._begun[key] = self.adapt(cell, method, given) if key else self.shared(cell, given)
             except Exception as error:  # every cell that would begin there fails, and need not try again
                 self._begun[key] = error
         found = self._begun[key]
         if isinstance(found, Exception):
             raise found
         return found
+
+    def shared(self, cell: Cell, given: Mapping[str, Any]) -> Adapted:
+        """theta_1 from its folder; trained first, if it is not there. Trained again on a GPU it would not be quite the same."""
+        parts = find_settings(self.model, "source-only", "recommended", given)
+        defining = [PROTOCOL, cell.group, settings.record(*parts.values())]
+        digest = hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        place = self.source_models.joinpath(*cell.group[:-2], f"{cell.target}-{cell.seed}-{digest}")
+        if not place.is_dir():
+            trained = self.adapt(cell, "source-only", given)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=place.parent, prefix=".") as temporary:
+                trained.save(Path(temporary, "run"))
+                with contextlib.suppress(OSError):  # another process was first: all go on with what it found
+                    Path(temporary, "run").rename(place)
+        return Adapted.load(place)
 
     def adapt(self, cell: Cell, method: str, given: Mapping[str, Any], labeled: Any = None, **options: Any) -> Adapted:
         known = self.all_labels if cell.oracle else self.few

@@ -325,9 +325,9 @@ def estimates(cells: Sequence[Cell]) -> str:
         "The accuracy that a run estimates for its target without labels, less the accuracy on the test set: above 0 it promised "
         "too much. The last column should be 95 % at least. The estimate was changed when most of these runs were there, since "
         "this table showed that by an adapted model's own confidence (on PHEME .90 for MTEM, where .69 was true) it promises too "
-        "much: it is now halfway to the source model's estimate, with an interval that reaches over both. Halfway is not "
-        "fitted to anything, but that a change was needed was seen here. The earlier runs' estimates are put together from what "
-        "they recorded, but for MME's, which did not record enough.\n"
+        "much: it is now halfway to the source model's estimate, with an interval that reaches over both, and where class shares "
+        "are assumed, source texts are weighted by them. None of this is fitted to anything, but that a change was needed was "
+        "seen here. Earlier runs are counted as far as what they recorded allows: without MME, and without assumed shares.\n"
     )
     header = ["where", "methods", "runs", "mean size of the error", "mean error", "truth inside the interval"]
     return f"## Is the estimate honest?\n\n{said}\n{markdown(header, once(rows))}" if rows else ""
