@@ -106,8 +106,8 @@ def _source_models(cells: Sequence[Cell]) -> list[str]:
     if not apart:
         return []
     return [
-        f"- In {len(apart)} of {len(found)} places the source model was trained a second time, when a run was taken up again (on a "
-        f"GPU, or on another machine): its score differs there by {digits(min(apart), 4)} to {digits(max(apart), 4)} between methods"
+        f"- In {len(apart)} of {len(found)} places the source model was trained a second time, as a run was taken up again on a "
+        f"GPU or on another machine: its score differs between methods by {digits(min(apart), 4)} to {digits(max(apart), 4)} there"
     ]
 
 
