@@ -107,7 +107,7 @@ def _source_models(cells: Sequence[Cell]) -> list[str]:
         return []
     return [
         f"- In {len(apart)} of {len(found)} places the source model was trained a second time, as a run was taken up again on a "
-        f"GPU or on another machine: its score differs between methods by {digits(min(apart), 4)} to {digits(max(apart), 4)} there"
+        f"GPU or on another machine: between methods its score differs by {digits(min(apart), 4)} to {digits(max(apart), 4)}"
     ]
 
 
