@@ -179,7 +179,7 @@ def test_an_interrupted_run_says_how_to_go_on(reviews, encoder, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in errors
-    assert errors.splitlines()[-1] == "mtem: interrupted; an adaptation can be continued with --resume"
+    assert errors.splitlines()[-1] == "mtem: interrupted; the same command with --resume goes on"
 
 
 # ---------------------------------------------------------------------- bad input

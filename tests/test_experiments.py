@@ -490,7 +490,7 @@ def test_an_interrupted_run_leaves_whole_cells_and_no_process(amazon, encoder, t
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert "1 of 2 cells" in output
+    assert "1 of 2 cells" in output and "the same command goes on from here" in errors
     wait_for(lambda: not is_group(process.pid))
     assert len([path for path in (tmp_path / "r" / "cells").rglob("*") if path.is_file()]) == 1
 

@@ -32,6 +32,7 @@ app.command()(reproduce)
 
 out = Console(soft_wrap=True, highlight=False)
 INTERRUPTED = 130  # what typer makes of Ctrl-C
+GOING_ON = {"adapt": "; the same command with --resume goes on", "reproduce": "; the same command goes on from here"}
 
 Column = Annotated[str | None, typer.Option(help="Name of the column; the usual names are found without it.")]
 
@@ -385,7 +386,7 @@ def main() -> None:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            _fail("interrupted; an adaptation can be continued with --resume", INTERRUPTED)
+            _fail("interrupted" + GOING_ON.get(next(iter(sys.argv[1:]), ""), ""), INTERRUPTED)
         raise
 
 
