@@ -105,8 +105,8 @@ class Board:
         """Whether it saw labels that a method cannot have."""
         return any(cell["oracle"] for (name, *_), cell in self.cells.items() if name == variant)
 
-    def best(self, target: str | None = None) -> str | None:
-        """The complete variant with the highest mean, oracles left out; the first of equals.
+    def best(self, target: str | None = None, but: str | None = None) -> str | None:
+        """The complete variant with the highest mean, oracles and `but` left out; the first of equals.
 
         None unless half of the variants are complete: among fewer there is not much to win.
         """
@@ -114,7 +114,9 @@ class Board:
         ready = [variant for variant in rivals if self.complete(variant, target)]
         if 2 * len(ready) < len(rivals):
             return None
-        return max(ready, key=lambda variant: self.mean(variant, target) or 0.0, default=None)
+        return max(
+            (variant for variant in ready if variant != but), key=lambda each: self.mean(each, target) or 0.0, default=None
+        )
 
     def compare(self, variant: str, other: str, target: str | None = None) -> Difference | None:
         """How much better ``variant`` is, over the seeds that both have; None if there are none."""

@@ -173,9 +173,10 @@ def _scores(board: Board, paper: published.Table, baseline: str) -> str:
         if winner:
             row.append("" if variant == baseline else told(board.compare(variant, baseline)))
             rival = baseline == "out" and not board.oracle(variant)
-            row.append("best" if rival and variant == winner else told(board.compare(variant, winner)) if rival else "")
+            other = board.best(but=variant) if rival else None
+            row.append(told(board.compare(variant, other)) if other else "")
         rows.append(row)
-    header = ["method", *board.targets, "mean", f"over {_name(baseline, paper)}", "over the best"]
+    header = ["method", *board.targets, "mean", f"over {_name(baseline, paper)}", "over the best other"]
     header = header[: len(rows[0])] if baseline == "out" else header[:-1]
     return markdown(header, [row[: len(header)] for row in rows])
 
@@ -376,9 +377,7 @@ def once(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; columns of numbers on the right."""
-    numbers = [
-        all(row[k] in ("", "not run", "best") or row[k][0] in "0123456789.+-*≈—" for row in rows) for k in range(len(header))
-    ]
+    numbers = [all(row[k] in ("", "not run") or row[k][0] in "0123456789.+-*≈—" for row in rows) for k in range(len(header))]
     lines = ["| " + " | ".join(header) + " |", "|" + "".join("---:|" if right else "---|" for right in numbers)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
