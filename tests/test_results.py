@@ -286,3 +286,11 @@ def test_a_broken_file_is_named(tmp_path):
     file.write_text("{")
     with pytest.raises(RequestError, match=r"mtem-kitchen-0-0.json: not a readable cell"):
         page.write(tmp_path, tmp_path / "docs")
+
+
+def test_ablations_are_told_in_words(few_draws):
+    cells = grid({"mtem": 0.85, "mtem-without-meta": 0.851, "mtem-without-sampling": 0.6})
+    text = tables.ablation(cells)
+    said = next(line for line in text.splitlines() if line.startswith("Against MTEM"))
+    assert "without learned indexes" in said and "no clear difference (in the paper -.020)" in said
+    assert "without sampling -.2" in said and "clearly worse (in the paper -.014)" in said and "annealing" not in said

@@ -272,9 +272,24 @@ def ablation(cells: Sequence[Cell]) -> str:
             board = Board(found, ABLATION, published.TARGETS[dataset], POSITIVE[dataset])
             if len(board.variants) > 1:
                 ran = True
-                parts += [f"### Table {number}: {told_place(place)}\n", _seeds(board) + "\n", _scores(board, paper, "mtem")]
+                said = f"{_parts(board, paper)} {_seeds(board)}\n".lstrip()
+                parts += [f"### Table {number}: {told_place(place)}\n", said, _scores(board, paper, "mtem")]
         parts += ["The paper's:\n", _printed(paper, "mtem")] if ran else [f"Table {number}, {TITLES[dataset]}: not run.\n"]
     return "\n".join(parts)
+
+
+def _parts(board: Board, paper: published.Table) -> str:
+    """What MTEM loses without each of its parts, in words."""
+    parts = {"mtem-without-meta": "learned indexes", "mtem-without-annealing": "annealing", "mtem-without-sampling": "sampling"}
+    lines = []
+    for variant, name in parts.items():
+        lost = board.compare(variant, "mtem")
+        if lost is not None:
+            clear = "no clear difference" if not lost.clear else "clearly worse" if lost.value < 0 else "clearly better"
+            lines.append(
+                f"without {name} {digits(lost.value, sign=True)}, {clear} (in the paper {_gain(paper, variant, 'mtem')})"
+            )
+    return f"Against MTEM: {'; '.join(lines)}." if lines else ""
 
 
 def batch_sizes(cells: Sequence[Cell]) -> str:
