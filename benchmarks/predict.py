@@ -271,6 +271,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
     parser.add_argument("--limit", type=int, help="so many texts at most")
     parser.add_argument("--growth", help="sizes of files with commas between: measure memory instead")
+    parser.add_argument("--name", help="what the rows call the model; without it the name of its folder")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     place = os.path.join(given.model, "model") if os.path.exists(os.path.join(given.model, "run.json")) else given.model
@@ -281,6 +282,7 @@ def main() -> None:
             rows = growth(place, texts, [int(size) for size in given.growth.split(",")], folder)
         else:
             rows = speed(place, texts, [int(size) for size in given.batches.split(",")], given.rounds, given.threads, folder)
+            rows = [{**row, "model": given.name or Path(given.model).name} for row in rows]
     if given.json:
         from mtem.storage import write_json
 

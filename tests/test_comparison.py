@@ -200,7 +200,8 @@ def test_estimates_against_the_truth():
 def test_estimates_of_older_cells_meet_the_source_models_halfway():
     source = estimated(0.8, {"accuracy": 0.70, "low": 0.65, "high": 0.75})
     old = estimated(0.8, {"accuracy": 0.94, "low": 0.92, "high": 0.96}, "mtem")
-    found = honesty([old], [source])
+    corrected = source | {"settings": {"prior": "uniform"}, "estimate": {"accuracy": 0.1, "low": 0.0, "high": 0.2}}
+    found = honesty([old], [source, corrected])  # not the source model that was corrected otherwise
     assert found.bias == pytest.approx(0.02) and found.inside == 1
     new = estimated(0.8, {"accuracy": 0.94, "low": 0.92, "high": 0.96, "source_model": 0.7}, "mtem")
     assert honesty([new], [source]).bias == pytest.approx(0.14)  # it is the middle already

@@ -227,7 +227,7 @@ class Honesty:
 def honesty(cells: Sequence[Cell], among: Sequence[Cell] = ()) -> Honesty | None:
     """Of the cells; those of the source models are looked for in `among`."""
     gaps, inside = [], []
-    sources = {_source(cell): cell for cell in among if cell["method"] == "source-only" and not cell["oracle"]}
+    sources = {source_of(cell): cell for cell in among if cell["method"] == "source-only" and not cell["oracle"]}
     for cell in cells:
         estimate, truth = _estimate(cell, sources), cell["metrics"]["accuracy"]
         if estimate and estimate.get("accuracy") is not None:
@@ -238,9 +238,9 @@ def honesty(cells: Sequence[Cell], among: Sequence[Cell] = ()) -> Honesty | None
     return Honesty(len(gaps), statistics.fmean(map(abs, gaps)), statistics.fmean(gaps), statistics.fmean(inside))
 
 
-def _source(cell: Cell) -> tuple[Any, ...]:
-    """What cells with the same source model share."""
-    return tuple(cell[name] for name in ("dataset", "model", "pool", "setting", "target", "seed"))
+def source_of(cell: Cell) -> tuple[Any, ...]:
+    """What cells share that begin from the same source model, corrected alike."""
+    return *(cell[name] for name in ("dataset", "model", "pool", "setting", "target", "seed")), cell["settings"].get("prior")
 
 
 def _estimate(cell: Cell, sources: Mapping[tuple[Any, ...], Cell]) -> Mapping[str, float] | None:
@@ -257,7 +257,7 @@ def _estimate(cell: Cell, sources: Mapping[tuple[Any, ...], Cell]) -> Mapping[st
         return None
     if cell["oracle"] or cell["method"] == "source-only":
         return own
-    source = sources.get(_source(cell), {}).get("estimate")
+    source = sources.get(source_of(cell), {}).get("estimate")
     if not source:
         return None
     middle = (own["accuracy"] + source["accuracy"]) / 2

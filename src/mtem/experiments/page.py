@@ -11,7 +11,7 @@ from mtem.atomic import replaced
 from mtem.errors import RequestError
 from mtem.experiments import cells as cell_files
 from mtem.experiments import figures, protocol, published, tables
-from mtem.experiments.comparison import Board, Cell, name_of, recomputed
+from mtem.experiments.comparison import Board, Cell, name_of, recomputed, source_of
 from mtem.experiments.tables import SETTINGS, digits, markdown, of, once, places
 from mtem.progress import Progress
 
@@ -97,11 +97,7 @@ def _source_models(cells: Sequence[Cell]) -> list[str]:
     found: dict[tuple[Any, ...], set[float]] = {}
     for cell in cells:
         if cell["method"] != "mme" and not cell["oracle"]:
-            place = (
-                *(cell[name] for name in ("dataset", "model", "setting", "pool", "target", "seed")),
-                cell["settings"].get("prior"),
-            )
-            found.setdefault(place, set()).add(cell["source_score"])
+            found.setdefault(source_of(cell), set()).add(cell["source_score"])
     apart = [max(scores) - min(scores) for scores in found.values() if len(scores) > 1]
     if not apart:
         return []
