@@ -76,6 +76,16 @@ def test_words_below_the_threshold_or_too_rare_are_neutral() -> None:
         cases.targetness(SOURCE, ["...", ""])
 
 
+def test_clear_but_small_differences_are_not_marked() -> None:
+    more = ["it is a knife"] * 3000 + ["a knife"] * 1000
+    less = ["it is a book"] * 2200 + ["a book"] * 1800
+    assert cases.targetness(less, more)["it"] > cases.THRESHOLD
+    twice = cases.targetness(less, more, ratio=cases.MARKED)
+    assert twice["it"] == twice["is"] == 0.0 and twice["knife"] > cases.THRESHOLD and twice["book"] < -cases.THRESHOLD
+    shown = cases.cases(table(["it is a knife", "a book"], [1.0, 2.0]), less, more, count=1)
+    assert [word["weight"] != 0 for entry in shown for word in entry["words"]] == [False, False, False, True, False, True]
+
+
 def test_words_are_letters_and_digits_in_small_letters() -> None:
     found = cases.words("It's 2-piece (GREAT), isn\u2019t it? naïve_x 日本")
     assert found == ["it's", "2", "piece", "great", "isn\u2019t", "it", "naïve", "x", "日本"]
@@ -206,10 +216,12 @@ def test_reproduce_writes_both_files_and_runs_once(encoder, tmp_path, monkeypatc
     monkeypatch.setattr(splits, "FEW", 4)
     amazon = write_amazon(tmp_path / "amazon")
     given = {"model": str(encoder), "max_length": 16, "batch_size": 10, "source_epochs": 1, "steps": 6, "evaluations": 2}
-    found = cases.reproduce(amazon, tmp_path / "results", count=2, device="cpu", texts=30, attacked=10, **given)
+    found = cases.reproduce(amazon, tmp_path / "results", name="tiny", count=2, device="cpu", texts=30, attacked=10, **given)
     assert found == json.loads((tmp_path / "results" / "cases" / "kitchen.json").read_text(encoding="utf-8"))
     assert [entry["end"] for entry in found["cases"]] == ["smallest"] * 2 + ["largest"] * 2
-    assert found["summary"]["texts"] == 40 and found["settings"]["index_step"] == "sign"
+    assert found["summary"]["texts"] == 40 == len(found["indexes"]) and found["model"] == "tiny"
+    assert min(found["indexes"]) == pytest.approx(found["summary"]["ends"]["smallest"]["index"], abs=1e-4)
+    assert found["settings"]["index_step"] == "sign"
     terms = json.loads((tmp_path / "results" / "theory" / "bound-kitchen.json").read_text(encoding="utf-8"))
     assert terms["texts"] == {"source": 30, "target": 30} and terms["target"] == "kitchen"
     losses, complexity = terms["terms"], terms["complexity_at_least"]

@@ -170,7 +170,7 @@ def made_up_cases():
     source, target = ["a film and a story"] * 300, ["a ladle and a lid | bowl"] * 300
     table = pd.DataFrame({"text": [f"{text} {k}" for k, text in enumerate(source[:10] + target[:10])], "prediction": "positive"})
     table["index"], table["confidence"] = np.linspace(1.2, 3.5, 20), np.linspace(0.6, 0.9, 20)
-    about = {"target": "kitchen", "model": "minilm", "seed": 0}
+    about = {"target": "kitchen", "model": "minilm", "seed": 0, "chosen_step": 6, "settings": {"batch_size": 5}}
     return {"cases": cases.cases(table, source, target, count=2), "summary": cases.summary(table, source, target), **about}
 
 
@@ -209,7 +209,9 @@ def test_the_page_says_it_all_and_says_it_twice_alike(tmp_path, few_draws):
         assert (tmp_path / "docs" / link).is_file() or link in ("cost.md", "protocol.md", "errata.md")
     for wanted in (
         "In+Out", "**.8", "+.039", "printed .598", "published elsewhere", "fitted in log-log", "the largest index, 3.50",
-        "**ladle**", "R ≥ ", "all called rumours", "target labels chosen (oracle)", "truth inside", "layerwise, ours",
+        "**ladle**",
+        "as in the paper, texts in the target's own words", "updated 1.5 times",
+        "R ≥ ", "all called rumours", "target labels chosen (oracle)", "truth inside", "layerwise, ours",
         "BiAT", "Seeds 0, 1, 2.", "texts are resampled, not seeds", "a = 1.91, beside 1.87",
         "| betty darts | 2.25 | 2.25 | .50000 |", "| higher | missing | missing | — |",
     ):  # fmt: skip
@@ -224,6 +226,7 @@ def test_figures_of_an_earlier_page_go_and_others_stay(tmp_path, few_draws):
     folder.mkdir(parents=True)
     for name in ("cost-old", "theory-old-case", "logo", "costs"):
         (folder / f"{name}.svg").write_text("<svg/>")
+    (folder / "cases-old.html").write_text("<html>")
     page.write(tmp_path / "results", tmp_path / "docs")
     assert {path.stem for path in folder.iterdir()} == {"entropy", "logo", "costs"}
 
@@ -240,7 +243,18 @@ def test_the_page_tells_what_is_missing(tmp_path, few_draws):
         assert wanted in line
     assert "WIND" not in line and "CST" not in line and "2 runs of the others" in line
     assert "- Not run: the theorems" in text
-    assert "- Not begun: Amazon, minilm, mixed pool, semi-supervised; Amazon, minilm, natural pool" in text and "; PHEME" in text
+    begun = next(
+        line for line in text.splitlines() if line.startswith("- Not begun: Amazon, minilm, mixed pool, semi-supervised (")
+    )
+    assert "; Amazon, minilm, natural pool" in begun and "; Amazon, mpnet, mixed pool, unsupervised (72 runs)" in begun
+    assert begun.count("mpnet") == 1 and "; PHEME, bigcn, unsupervised (" in begun
+
+
+def test_of_mpnet_only_the_planned_methods_are_missed(tmp_path, few_draws):
+    save(tmp_path / "results", *grid({"out": 0.8, "mtem": 0.9, "biat": 0.9}, seeds=(0, 1, 2), model="mpnet"))
+    page.write(tmp_path / "results", tmp_path / "docs")
+    line = next(line for line in (tmp_path / "docs/results.md").read_text().splitlines() if "| 24 of 72 |" in line)
+    assert "| DANN, FixMatch, CST, *oracle: target labels* |" in line and "ablation" not in line
 
 
 def page_links(text: str) -> list[str]:
@@ -286,6 +300,26 @@ def test_a_broken_file_is_named(tmp_path):
     file.write_text("{")
     with pytest.raises(RequestError, match=r"mtem-kitchen-0-0.json: not a readable cell"):
         page.write(tmp_path, tmp_path / "docs")
+
+
+@pytest.mark.parametrize(("turned", "said"), [(1, "As in the paper"), (-1, "Other than in the paper"), (0, "not seen here")])
+def test_the_case_study_has_a_verdict(turned, said):
+    study = made_up_cases()
+    found = study["summary"]["index_and_weight"]
+    assert found["interval"][0] > 0
+    found["interval"] = {1: found["interval"], -1: [-0.5, -0.1], 0: [-0.1, 0.1]}[turned]
+    assert said in page._verdict(study)
+    study["summary"]["index_and_weight"] = None
+    assert "nothing to tell" in page._verdict(study)
+
+
+def test_batch_sizes_are_told_beside_the_seeds(few_draws):
+    cells = grid({"mtem-taylor-10": 0.6, "mtem-taylor-50": 0.9}, ["kitchen"])
+    assert "not less than the seeds" in tables.batch_sizes(cells) and "from .873 to .935" in tables.batch_sizes(cells)
+    alike = [
+        {**cell, "score": 0.8 + 0.02 * cell["seed"]} for cell in grid({"mtem-taylor-10": 0.8, "mtem-taylor-50": 0.8}, ["kitchen"])
+    ]
+    assert "engines, less than the seeds" in tables.batch_sizes(alike)
 
 
 def test_ablations_are_told_in_words(few_draws):

@@ -10,7 +10,9 @@ informative Dirichlet prior, divided by its standard error (Monroe, Colaresi and
     a_w^D = y_w^D + \alpha_w, \quad A^D = \sum_w a_w^D,
 
 with :math:`y_w^D` the occurrences of w in the texts of D and :math:`\alpha_w` its share of all words of both, times the weight
-of the prior in words. Below the threshold a word is neutral and counts 0, and so is one that is seen too rarely for a z.
+of the prior in words. Below the threshold a word is neutral and counts 0, and so is one that is seen too rarely for a z. In
+many texts even small differences are clear ones ("it" is a little more frequent of a thing than of a book): the words that are
+marked in a text are those whose odds differ by a factor of two at least.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from mtem.storage import read_json, write_json
 
 PRIOR = 1000.0  # words that the prior weighs
 THRESHOLD = 3.0  # standard errors
+MARKED = 2.0  # odds ratio of the words that are marked
 RAREST = 5  # occurrences in both domains together
 LONGEST = 80  # words of a text that are shown
 STRONGEST = 15.0  # z of the deepest colour
@@ -57,8 +60,12 @@ def targetness(
     prior: float = PRIOR,
     threshold: float = THRESHOLD,
     rarest: int = RAREST,
+    ratio: float = 1.0,
 ) -> dict[str, float]:
-    """z of every word: above 0 the target's, below 0 the source's, 0 neutral."""
+    """z of every word: above 0 the target's, below 0 the source's, 0 neutral.
+
+    `ratio`: of the odds, the larger over the smaller, that a word must reach not to be neutral.
+    """
     there, here = (Counter(word for text in texts for word in words(text)) for texts in (source_texts, target_texts))
     sums = here.total(), there.total()
     if not all(sums):
@@ -71,7 +78,8 @@ def targetness(
         own, other = here[word] + share, there[word] + share
         odds = math.log(own / (sums[0] + prior - own)) - math.log(other / (sums[1] + prior - other))
         z = odds / math.sqrt(1 / own + 1 / other)
-        scores[word] = z if abs(z) >= threshold and here[word] + there[word] >= rarest else 0.0
+        clear = abs(z) >= threshold and abs(odds) >= math.log(ratio) and here[word] + there[word] >= rarest
+        scores[word] = z if clear else 0.0
     return scores
 
 
@@ -90,10 +98,10 @@ def cases(
 
     Returns:
         For each text a dict: end ("smallest" or "largest"), text (cut after some 80 words), cut, index, prediction, confidence,
-        words: [{"word", "weight"}], the pieces of the text between its spaces with their z, 0 where neutral.
+        words: [{"word", "weight"}], the pieces of the text between its spaces with their z, 0 where they are not marked.
     """
     check(table)
-    scores = targetness(source_texts, target_texts)
+    scores = targetness(source_texts, target_texts, ratio=MARKED)
     shuffled = table.iloc[np.random.default_rng(seed).permutation(len(table))].sort_values("index", kind="stable")
     unique = shuffled[~shuffled["text"].map(text_key).duplicated()]
     count = min(count, len(unique) // 2)
@@ -202,7 +210,7 @@ def to_html(found: Sequence[Mapping[str, Any]]) -> str:
                 f'<article><header>{told} (confidence {entry["confidence"]:.2f})</header>\n<p dir="auto">{text}</p></article>'
             )
     legend = f"{marked('word', STRONGEST)} belongs to the target domain, {marked('word', -STRONGEST)} to the source, the deeper "
-    legend += f"the colour the more clearly; others are within {THRESHOLD:g} standard errors of both."
+    legend += f"the colour the more clearly (odds {MARKED:g} times as high at least, {THRESHOLD:g} standard errors apart)."
     body = "\n".join([f'<p class="legend">{legend}</p>', *parts])
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -247,6 +255,7 @@ def reproduce(
     *,
     target: str = "kitchen",
     model: str = encoders.DEFAULT,
+    name: str | None = None,
     seed: int = 0,
     device: str = "auto",
     count: int = 5,
@@ -256,7 +265,8 @@ def reproduce(
     """Adapt to a domain of the Amazon reviews; write results/cases/TARGET.json and return what is in it.
 
     The terms of Theorem 3 for the same run go to results/theory/bound-TARGET.json. Where the cases are there already, nothing is
-    run. `given`: settings of the adaptation, on top of the recommended preset; `texts` and `attacked` are those of `bound.bound`.
+    run. `name`: what the files call the model. `given`: settings of the adaptation, on top of the recommended preset; `texts`
+    and `attacked` are those of `bound.bound`.
     """
     place = results / "cases" / f"{target}.json"
     if place.exists():
@@ -270,7 +280,7 @@ def reproduce(
     record, table = adapted.record, adapted.indexes
     about = {
         "target": target,
-        "model": str(model),
+        "model": name or str(model),
         "seed": seed,
         "chosen_step": record["selection"]["chosen_step"],
         "settings": record["settings"],
@@ -281,5 +291,6 @@ def reproduce(
     terms = bound(adapted, source, unlabeled, seed=seed, progress=progress, **limits)
     write_json(results / "theory" / f"bound-{target}.json", {**terms, **about})
     result = {"cases": cases(table, *texts, count=count), "summary": summary(table, *texts), **about}
+    result["indexes"] = [round(float(index), 4) for index in table.sort_values("row")["index"]]  # of all texts, in their order
     write_json(place, result)
     return result

@@ -85,9 +85,10 @@ def reproduce(
 
         theory.reproduce(needed(data, "amazon"), results, seeds=numbers(seeds or "0,1,2"), progress=progress)
     if what == "cases" or reviews:
-        from mtem.experiments import cases
+        from mtem.experiments import cases, protocol
 
-        cases.reproduce(needed(data, "amazon"), results, model=model, device=device, progress=progress)
+        name = protocol.model_name(model, model_name)
+        cases.reproduce(needed(data, "amazon"), results, model=model, name=name, device=device, progress=progress)
     if what in (*SHOWN, "all"):
         from mtem.experiments import page
 

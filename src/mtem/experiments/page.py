@@ -16,7 +16,7 @@ from mtem.experiments.tables import SETTINGS, digits, markdown, of, once, places
 from mtem.progress import Progress
 
 COMMAND = "mtem reproduce page"
-FIGURES = ("entropy", "trajectory", "cost", "theory")  # how the names of the page's own figures begin
+FIGURES = ("entropy", "trajectory", "cost", "theory", "cases")  # how the names of the page's own figures begin
 PEERS = ("betty darts", "higher", "torchopt MetaSGD")  # steps of benchmarks/peers.py beside the engines of `mtem cost`
 CONDITIONS = ("model", "device", "precision", "length", "machine")  # what rows of one comparison of costs share
 
@@ -36,11 +36,11 @@ READING = """\
 
 
 def write(results: Path, docs: Path, progress: Progress | None = None) -> None:
-    """Write docs/results.md and docs/figures/*.svg; figures of an earlier page that this one does not have are removed."""
+    """Write docs/results.md and what it shows in docs/figures; what an earlier page showed and this one does not is removed."""
     progress = progress or Progress(quiet=True)
     cells = load(results)
     boards = tables.boards(cells)
-    drawn: dict[str, str] = {}
+    drawn: dict[str, str] = {}  # by file name
     sections = (
         lambda: _opening(results, cells, boards),
         lambda: tables.general("amazon", boards),
@@ -54,7 +54,7 @@ def write(results: Path, docs: Path, progress: Progress | None = None) -> None:
         lambda: _trajectories(cells, drawn),
         lambda: _cost(results / "cost", drawn),
         lambda: _theory(results / "theory", drawn),
-        lambda: _cases(results / "cases"),
+        lambda: _cases(results / "cases", drawn),
         lambda: tables.corrections(),
     )
     text = []
@@ -62,11 +62,11 @@ def write(results: Path, docs: Path, progress: Progress | None = None) -> None:
         for number, section in enumerate(sections):
             text.append(section().strip() + "\n")
             progress.advance(number + 1)
-    for name, svg in drawn.items():
-        _save(docs / "figures" / f"{name}.svg", svg)
+    for name, content in drawn.items():
+        _save(docs / "figures" / name, content)
     _save(docs / "results.md", "\n".join(part for part in text if part.strip()))
-    for path in (docs / "figures").glob("*.svg"):
-        if path.stem.split("-")[0] in FIGURES and path.stem not in drawn:
+    for path in (docs / "figures").iterdir():
+        if path.stem.split("-")[0] in FIGURES and path.suffix in (".svg", ".html") and path.name not in drawn:
             path.unlink()
 
 
@@ -111,24 +111,23 @@ def _ran(results: Path, cells: Sequence[Cell]) -> str:
     """What is there of the plan."""
     rows, idle = [], []
     for dataset, about in protocol.DATASETS.items():
-        models = sorted({cell["model"] for cell in of(cells, dataset=dataset)})
-        idle += [] if models else [tables.TITLES[dataset]]
-        for model in models:
+        for model in dict.fromkeys([*protocol.PLANNED[dataset], *sorted({cell["model"] for cell in of(cells, dataset=dataset)})]):
             for pool in about.pools:
                 for setting in SETTINGS:
                     found = of(cells, dataset=dataset, model=model, pool=pool, setting=setting)
                     place = tables.told_place((dataset, model, pool, setting))
+                    experiments = protocol.planned(dataset, model, pool, setting)
+                    planned = {pair for pairs in experiments.values() for pair in pairs}
                     if not found:
-                        idle.append(place)
+                        idle += [f"{place} ({len(planned) * len(about.seeds)} runs)"] if planned else []
                         continue
-                    planned = {pair for pairs in _planned(dataset, pool, setting).values() for pair in pairs}
                     there = [
                         cell for cell in found if cell["seed"] in about.seeds and (cell["variant"], cell["target"]) in planned
                     ]
                     hours = sum(cell.get("seconds") or 0.0 for cell in found) / 3600
                     machines = ", ".join(sorted({str(cell.get("machine") or "unknown") for cell in found}))
                     share = f"{len(there)} of {len(planned) * len(about.seeds)}"
-                    rows.append([place, share, _absent(found, dataset, pool, setting), f"{hours:.1f}", machines])
+                    rows.append([place, share, _absent(found, experiments, about.seeds), f"{hours:.1f}", machines])
     lines = [f"- Not begun: {'; '.join(idle)}"] if idle else []
     failed = sorted(path.relative_to(results / "failures") for path in (results / "failures").rglob("*.txt"))
     lines += [f"- Failed: {path.with_suffix('').as_posix()}" for path in failed]
@@ -139,29 +138,14 @@ def _ran(results: Path, cells: Sequence[Cell]) -> str:
     return table + ("\n" + "\n".join(lines) + "\n" if lines else "")
 
 
-def _planned(dataset: str, pool: str, setting: str) -> dict[str, list[tuple[str, str]]]:
-    """For each experiment the variants and targets that `mtem reproduce` would run."""
-    return {
-        name: [
-            (variant, target)
-            for variant in what.variants
-            for target in protocol.DATASETS[dataset].targets
-            if protocol.fits(variant, dataset, setting, target)
-        ]
-        for name, what in protocol.EXPERIMENTS.items()
-        if setting in what.settings and pool in (what.pools or (pool,))
-    }
-
-
-def _absent(found: Sequence[Cell], dataset: str, pool: str, setting: str) -> str:
+def _absent(found: Sequence[Cell], experiments: Mapping[str, list[tuple[str, str]]], planned: Sequence[int]) -> str:
     """Which seeds, methods and experiments of the plan have no run, and how many runs the others lack."""
-    planned = protocol.DATASETS[dataset].seeds
     seeds = [seed for seed in planned if any(cell["seed"] == seed for cell in found)]
     there = {(cell["variant"], cell["target"], cell["seed"]) for cell in found}
     begun = {variant for variant, *_ in there}
     unseen = [str(seed) for seed in planned if seed not in seeds]
     said, lacking = [f"seed{'s' if len(unseen) > 1 else ''} {', '.join(unseen)}"] if unseen else [], 0
-    for name, pairs in _planned(dataset, pool, setting).items():
+    for name, pairs in experiments.items():
         own = {variant: None for variant, _ in pairs if name == "general" or variant != "mtem"}
         missing = [variant for variant in own if variant not in begun]
         if name == "general":
@@ -176,7 +160,7 @@ def _absent(found: Sequence[Cell], dataset: str, pool: str, setting: str) -> str
 
 
 def _entropy(drawn: dict[str, str]) -> str:
-    drawn["entropy"] = figures.entropy_figure()
+    drawn["entropy.svg"] = figures.entropy_figure()
     said = "Computed from Eq. 1 and 2 with `mtem.tsallis.entropy`; the smaller the index, the higher and steeper the curve."
     return f"## Figure 1: Tsallis entropy\n\n{_picture('entropy', 'Tsallis entropy of two classes')}\n\n{said}\n"
 
@@ -189,7 +173,7 @@ def _trajectories(cells: Sequence[Cell], drawn: dict[str, str]) -> str:
             found = [cell for cell in found if cell.get("history")]
             if found:
                 name = f"trajectory-{dataset}-{model}-{pool}"
-                drawn[name] = figures.trajectory_figure(found)
+                drawn[f"{name}.svg"] = figures.trajectory_figure(found)
                 where = tables.told_place((dataset, model, pool, "unsupervised"))
                 runs = f"{len(found)} run{'s' if len(found) > 1 else ''}"
                 parts += [_picture(name, f"temperature and indexes, {where}"), f"\nMTEM, {where}, {runs}.\n"]
@@ -211,7 +195,7 @@ def _cost(folder: Path, drawn: dict[str, str]) -> str:
             sizes = sorted({row["batch"] for row in rows})
             if len(sizes) >= 3:
                 name = "-".join(["cost", path.stem, *([str(rows[0]["length"])] if len(groups) > 1 else [])])
-                drawn[name] = figures.cost_figure(rows)
+                drawn[f"{name}.svg"] = figures.cost_figure(rows)
                 parts += [_picture(name, f"time and memory of a step, {', '.join(conditions)}"), ""]
             batch = 50 if 50 in sizes else sizes[-1]
             model, _, precision, length, machine = conditions
@@ -264,7 +248,7 @@ def _convergence(stem: str, found: dict[str, Any], drawn: dict[str, str]) -> lis
         curves = [curve for curve in found["curves"] if curve.get("case", "") == case]
         constants = ", ".join(f"{name} {value:g}" for name, value in settings.get("cases", {}).get(case, {}).items())
         name = "-".join(part for part in ("theory", stem, case) if part)
-        drawn[name] = figures.theory_figure(
+        drawn[f"{name}.svg"] = figures.theory_figure(
             curves, f"Convergence{', ' if case else ''}{case}{f' ({constants})' if constants else ''}"
         )
         parts += [_picture(name, f"convergence {case}"), ""]
@@ -305,21 +289,40 @@ def _observed(curves: Sequence[dict[str, Any]]) -> str:
     return f"{said} The constants of `larger` were chosen after curves with others had been looked at.\n"
 
 
-def _cases(folder: Path) -> str:
+def _cases(folder: Path, drawn: dict[str, str]) -> str:
     parts = [
-        "## Which texts get which index\n",
+        "## Table 6: which texts get which index\n",
         "The paper shows texts in words that all domains share with a small index, and texts in the target's own words with a "
-        "large one. Here the texts at each end are drawn, not picked, and words are marked by how much more frequent they are in "
-        "the target than in the source, or the other way round.\n",
+        "large one. Here the texts at each end are drawn, not picked, and words are marked that are at least twice as frequent "
+        "in the target as in the source, or the other way round.\n",
     ]
     for path in sorted(folder.glob("*.json")):
-        from mtem.experiments.cases import to_markdown  # it brings the whole library along
+        from mtem.experiments.cases import to_html, to_markdown  # it brings the whole library along
 
         found = _read(path)
-        summary = found["summary"]
-        parts += [f"### {found.get('target', path.stem)}, {found.get('model', '')}, seed {found.get('seed', '')}\n"]
-        parts += [to_markdown(found["cases"]), _index_story(summary)]
+        name, where = f"cases-{path.stem}.html", f"{found['target']}, {found['model']}, seed {found['seed']}"
+        drawn[name] = to_html(found["cases"])
+        parts += [f"### {where}\n", _verdict(found), f"The same in colour: [figures/{name}](figures/{name}).\n"]
+        parts += [to_markdown(found["cases"]), _index_story(found["summary"])]
     return "\n".join(parts if len(parts) > 2 else [parts[0], "Not run.\n"])
+
+
+def _verdict(case_study: Mapping[str, Any]) -> str:
+    """Whether the index goes with whose words a text is in, and how often it was learned at all."""
+    summary = case_study["summary"]
+    found, texts = summary.get("index_and_weight"), summary["texts"]
+    visits = case_study["chosen_step"] * case_study["settings"]["batch_size"] / texts
+    visited = f"By the step that was chosen ({case_study['chosen_step']}) a text's index had been updated {visits:.1f} times.\n"
+    if found is None:
+        return f"**The indexes do not differ, or the words do not: there is nothing to tell.** {visited}"
+    low, high = found["interval"]
+    said = (
+        "**As in the paper, texts in the target's own words have larger indexes**" if low > 0
+        else "**Other than in the paper, texts in the target's own words have smaller indexes**" if high < 0
+        else "**What the paper tells is not seen here**: the index does not go with whose words a text is in"
+    )  # fmt: skip
+    interval = ", ".join(digits(end, 2, sign=True) for end in (low, high))
+    return f"{said} (rank correlation {digits(found['spearman'], 2, sign=True)} [{interval}] over {texts:,} texts). {visited}"
 
 
 def _index_story(summary: dict[str, Any]) -> str:
@@ -330,7 +333,8 @@ def _index_story(summary: dict[str, Any]) -> str:
         for number, tenth in enumerate(summary["deciles"])
     ]  # fmt: skip
     header = ["tenth by index", "texts", "mean index", "confidence", "mean z of the words", "target's words", "source's words"]
-    lines = []
+    lines = ["- z: by how many standard errors the odds of a word differ; whose a word is, here is told from 3 on, however small "
+             "the difference"]  # fmt: skip
     for key, what in (("index_and_weight", "the words' mean z"), ("index_and_confidence", "confidence")):
         found = summary.get(key)
         if found:

@@ -91,6 +91,42 @@ EXPERIMENTS = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What the plan has for a model; None: all."""
+
+    variants: tuple[str, ...] | None = None
+    settings: tuple[str, ...] | None = None
+    pools: tuple[str, ...] | None = None
+
+
+# The runs that the page of results expects; of another model it expects everything.
+PLANNED: dict[str, dict[str, Share]] = {
+    "amazon": {
+        "minilm": Share(),
+        "mpnet": Share(("out", "dann", "fixmatch", "cst", "mtem", "oracle"), (UNSUPERVISED,), ("mixed",)),
+    },
+    "pheme": {"bigcn": Share()},
+}
+
+
+def planned(dataset: str, model: str, pool: str, setting: str) -> dict[str, list[tuple[str, str]]]:
+    """For each experiment the variants and targets that are to be run."""
+    share = PLANNED[dataset].get(model, Share())
+    if setting not in (share.settings or SETTINGS) or pool not in (share.pools or DATASETS[dataset].pools):
+        return {}
+    return {
+        name: [
+            (variant, target)
+            for variant in what.variants
+            for target in DATASETS[dataset].targets
+            if fits(variant, dataset, setting, target) and variant in (share.variants or what.variants)
+        ]
+        for name, what in EXPERIMENTS.items()
+        if setting in what.settings and pool in (what.pools or (pool,)) and (name == "general" or share.variants is None)
+    }
+
+
 def plan(
     experiments: Sequence[str],
     dataset: str,

@@ -311,10 +311,24 @@ def batch_sizes(cells: Sequence[Cell]) -> str:
             rows.append([f"{engine}, ours", *row])
         if rows:
             where = told_place(("amazon", model, pool, "unsupervised"))
-            parts += [f"{where}. {_seeds(board)}\n", markdown(header, [*rows, *paper])]
+            parts += [f"{where}. {_seeds(board)}{_span(board)}\n", markdown(header, [*rows, *paper])]
     if not parts:
         return f"{title}\nNot run.\n"
     return "\n".join([title, *parts, "The engine `layerwise` is not in the paper; — in its rows: out of memory.\n"])
+
+
+def _span(board: Board) -> str:
+    """How far the batch size and the engine move the score, beside the seeds."""
+    means = [mean for variant in board.variants if (mean := board.mean(variant)) is not None]
+    spreads = [spread for variant in board.variants if (spread := board.spread(variant)) is not None]
+    if not spreads:
+        return ""
+    paper = [score for scores in published.BATCH_SIZE_SCORES.values() for score in scores if score is not None]
+    moved = "less than" if max(means) - min(means) < max(spreads) else "not less than"
+    return (
+        f" From {digits(min(means))} to {digits(max(means))} over all sizes and engines, {moved} the seeds of one of them vary "
+        f"(± {digits(max(spreads))}); in the paper from {digits(min(paper))} to {digits(max(paper))}."
+    )
 
 
 def _groups(cells: Sequence[Cell]) -> list[tuple[list[str], list[Cell]]]:
