@@ -105,12 +105,12 @@ class Board:
         """Whether it saw labels that a method cannot have."""
         return any(cell["oracle"] for (name, *_), cell in self.cells.items() if name == variant)
 
-    def best(self, target: str | None = None, but: str | None = None) -> str | None:
+    def best(self, target: str | None = None, but: str | None = None, among: Sequence[str] | None = None) -> str | None:
         """The complete variant with the highest mean, oracles and `but` left out; the first of equals.
 
-        None unless half of the variants are complete: among fewer there is not much to win.
+        None unless half of the variants (`among` some of them, if given) are complete: among fewer there is not much to win.
         """
-        rivals = [variant for variant in self.variants if not self.oracle(variant)]
+        rivals = [variant for variant in self.variants if not self.oracle(variant) and (among is None or variant in among)]
         ready = [variant for variant in rivals if self.complete(variant, target)]
         if 2 * len(ready) < len(rivals):
             return None
@@ -222,20 +222,24 @@ class Honesty:
     """Mean of estimate - truth: above 0, it promised too much."""
     inside: float
     """Share of the truths inside the interval."""
+    width: float
+    """Mean width of the interval."""
 
 
 def honesty(cells: Sequence[Cell], among: Sequence[Cell] = ()) -> Honesty | None:
     """Of the cells; those of the source models are looked for in `among`."""
-    gaps, inside = [], []
+    gaps, inside, widths = [], [], []
     sources = {source_of(cell): cell for cell in among if cell["method"] == "source-only" and not cell["oracle"]}
     for cell in cells:
         estimate, truth = _estimate(cell, sources), cell["metrics"]["accuracy"]
         if estimate and estimate.get("accuracy") is not None:
             gaps.append(estimate["accuracy"] - truth)
             inside.append(estimate["low"] <= truth <= estimate["high"])
+            widths.append(estimate["high"] - estimate["low"])
     if not gaps:
         return None
-    return Honesty(len(gaps), statistics.fmean(map(abs, gaps)), statistics.fmean(gaps), statistics.fmean(inside))
+    error = statistics.fmean(map(abs, gaps))
+    return Honesty(len(gaps), error, statistics.fmean(gaps), statistics.fmean(inside), statistics.fmean(widths))
 
 
 def source_of(cell: Cell) -> tuple[Any, ...]:

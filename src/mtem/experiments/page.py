@@ -23,9 +23,9 @@ CONDITIONS = ("model", "device", "precision", "length", "machine")  # what rows 
 READING = """\
 - A **run** is one method adapted to one target with one seed. The methods of a table share encoder, splits, source model (but for
   MME and the oracle, which train their own), number of passes over the unlabeled texts, a search over two learning rates, and
-  the label-free criterion that picks the weights. No target label picks anything, except in rows and columns called oracle.
-  **Out** is the source model without adaptation (In+Out: with 100 labeled target texts). [protocol.md](protocol.md) tells the
-  rest.
+  the label-free criterion that picks the weights. In these runs no target label picks anything, except in rows and columns
+  called oracle; what MTEM's recommended settings owe to earlier trials is told in [protocol.md](protocol.md), with the rest.
+  **Out** is the source model without adaptation (In+Out: with 100 labeled target texts).
 - Amazon's unlabeled reviews are the **mixed** pool, classes about even, or the **natural** one, 80 to 90 % positive.
 - Means are over the targets, then over the seeds; ± is the standard deviation over the seeds.
 - Differences have 95 % intervals from a paired bootstrap: 10,000 times the labeled examples of each target are drawn with
@@ -93,18 +93,28 @@ def _opening(results: Path, cells: Sequence[Cell], boards: Mapping[tables.Place,
 
 
 def _source_models(cells: Sequence[Cell]) -> list[str]:
-    """Where the methods of a group did not all begin from the very same source model."""
-    found: dict[tuple[Any, ...], set[float]] = {}
-    for cell in cells:
-        if cell["method"] != "mme" and not cell["oracle"]:
+    """Where the methods of a group did not all begin from the very same source model, and what that does to their means."""
+    lines = []
+    fair = [cell for cell in cells if cell["method"] != "mme" and not cell["oracle"]]
+    for dataset, model in dict.fromkeys((cell["dataset"], cell["model"]) for cell in fair):
+        found: dict[tuple[Any, ...], set[float]] = {}
+        means: dict[tuple[Any, ...], list[float]] = {}
+        for cell in of(fair, dataset=dataset, model=model):
             found.setdefault(source_of(cell), set()).add(cell["source_score"])
-    apart = [max(scores) - min(scores) for scores in found.values() if len(scores) > 1]
-    if not apart:
-        return []
-    return [
-        f"- In {len(apart)} of {len(found)} places the source model was trained a second time, as a run was taken up again on a "
-        f"GPU or on another machine: between methods its score differs by {digits(min(apart), 4)} to {digits(max(apart), 4)}"
-    ]
+            means.setdefault((cell["pool"], cell["setting"], cell["settings"].get("prior"), cell["variant"]), []).append(
+                cell["source_score"]
+            )
+        apart = [max(scores) - min(scores) for scores in found.values() if len(scores) > 1]
+        if apart:
+            most = {key: max(len(own) for other, own in means.items() if other[:3] == key[:3]) for key in means}
+            whole = {key: sum(own) / len(own) for key, own in means.items() if len(own) == most[key]}
+            gap = max(abs(one - other) for a, one in whole.items() for b, other in whole.items() if a[:3] == b[:3])
+            lines.append(
+                f"- {tables.TITLES[dataset]}, {model}: in {len(apart)} of {len(found)} groups (target, seed, setting) the source "
+                "model was trained a second time, as a run was taken up again on a GPU or on another machine; inside a group its "
+                f"score differs by {digits(max(apart), 4)} at most between methods, their means by {digits(gap, 4)}"
+            )
+    return lines
 
 
 def _ran(results: Path, cells: Sequence[Cell]) -> str:
@@ -144,7 +154,8 @@ def _absent(found: Sequence[Cell], experiments: Mapping[str, list[tuple[str, str
     there = {(cell["variant"], cell["target"], cell["seed"]) for cell in found}
     begun = {variant for variant, *_ in there}
     unseen = [str(seed) for seed in planned if seed not in seeds]
-    said, lacking = [f"seed{'s' if len(unseen) > 1 else ''} {', '.join(unseen)}"] if unseen else [], 0
+    said = [f"seed{'s' if len(unseen) > 1 else ''} {', '.join(unseen)}"] if unseen else []
+    lacking: dict[str, int] = {}
     for name, pairs in experiments.items():
         own = {variant: None for variant, _ in pairs if name == "general" or variant != "mtem"}
         missing = [variant for variant in own if variant not in begun]
@@ -153,9 +164,11 @@ def _absent(found: Sequence[Cell], experiments: Mapping[str, list[tuple[str, str
         elif missing:
             share = f" ({len(missing)} of {len(own)} rows)" if len(missing) < len(own) else ""
             said.append(name.replace("-", " ") + share)
-        begun_pairs = [pair for pair in pairs if pair[0] in own and pair[0] in begun]
-        lacking += sum((*pair, seed) not in there for pair in begun_pairs for seed in seeds)
-    said += [f"{lacking} runs of the others"] if lacking else []
+        for variant, target in pairs:
+            if variant in own and variant in begun and (left := sum((variant, target, seed) not in there for seed in seeds)):
+                whose = tables.NAMES.get(variant, name.replace("-", " "))
+                lacking[whose] = lacking.get(whose, 0) + left
+    said += [f"{count} run{'s' if count > 1 else ''} of {whose}" for whose, count in lacking.items()]
     return ", ".join(said) or "nothing"
 
 
@@ -185,7 +198,7 @@ def _cost(folder: Path, drawn: dict[str, str]) -> str:
     """Figure 3, and what a step costs beside a plain one: `mtem cost` and benchmarks/peers.py."""
     from mtem.cost import ENGINES  # it brings the whole library along
 
-    parts, ours, peers = ["## Figure 3: what a step costs\n"], [], []
+    parts, ours, peers, beside = ["## Figure 3: what a step costs\n"], [], [], []
     for path in sorted(folder.glob("*.json")):
         found, groups = _read(path), {}
         for row in found if isinstance(found, list) else []:  # other measurements lie there too
@@ -201,6 +214,12 @@ def _cost(folder: Path, drawn: dict[str, str]) -> str:
             model, _, precision, length, machine = conditions
             where = f"{model}, {machine}, {precision}, length {length}, batch {batch}"
             lines = peers if path.stem.startswith("peers") else ours
+            paper = {
+                row["engine"]: row for row in rows if row["batch"] == batch and row.get("time_ratio") and row.get("memory_ratio")
+            }
+            if lines is ours and {"taylor", "second-order"} <= set(paper):
+                time, memory = (paper["second-order"][key] / paper["taylor"][key] for key in ("time_ratio", "memory_ratio"))
+                beside.append(f"{time:.2f} times the time and {memory:.1f} times the memory ({model}, {precision})")
             lines += [[where, *_beside_plain(row)] for row in rows if row["batch"] == batch and row["engine"] != "plain"]
     if not ours and not peers:
         return parts[0] + "\nNot run.\n"
@@ -208,8 +227,9 @@ def _cost(folder: Path, drawn: dict[str, str]) -> str:
         "A whole step, labels and update included, as a multiple of a plain fine-tuning step of the same batch; "
         "[cost.md](cost.md) tells how it was measured. Cosine: of the index gradient with that of second order in float32. What "
         "is there twice was measured twice. Of the index gradient alone, on a V100, the paper says that second order takes "
-        "almost twice the time and 3 to 4 times the memory of the Taylor approximation.\n"
-    )
+        "almost twice the time and 3 to 4 times the memory of the Taylor approximation"
+        + (f"; a whole step takes {', '.join(beside)} here" if beside else "") + ".\n"
+    )  # fmt: skip
     header = ["where", "step", "time", "memory", "cosine"]
     parts += [markdown(header, once(ours))] if ours else []
     if peers:
@@ -242,6 +262,8 @@ def _convergence(stem: str, found: dict[str, Any], drawn: dict[str, str]) -> lis
     for key in ("algorithm", "model", "data"):
         if settings.get(key):
             told.append(f"- {key}: {settings[key]}")
+    for case, constants in settings.get("cases", {}).items():
+        told.append(f"- case {case}: " + ", ".join(f"{name} = {value:g}" for name, value in constants.items()))
     told += [f"- {name}: {what}" for name, what in settings.get("names", {}).items()]
     parts, rows = [f"### Theorems 1 and 2 ({stem})\n", "\n".join(told) + "\n"], []
     for case in dict.fromkeys(curve.get("case", "") for curve in found["curves"]):
@@ -260,7 +282,16 @@ def _convergence(stem: str, found: dict[str, Any], drawn: dict[str, str]) -> lis
     said = "The law t^-a is fitted in log-log over the later half of the measured steps; the 95 % interval is " + (
         "that of the mean over the seeds (Student's t).\n" if several else "a bootstrap of these points: too narrow.\n"
     )
-    return [*parts, said, markdown(["case", "curve", "a", "promised"], rows), _observed(found["curves"])]
+    return [*parts, said, markdown(["case", "curve", "a", "promised"], rows), _moved(found), _observed(found["curves"])]
+
+
+def _moved(found: Mapping[str, Any]) -> str:
+    """How far the indexes went in each case."""
+    reach: dict[str, float] = {}
+    for run in found.get("runs", ()):
+        reach[run["case"]] = max(reach.get(run["case"], 0.0), *(abs(end - 2.0) for end in run["index"]))
+    said = [f"{distance:.2g} (`{case}`)" for case, distance in reach.items()]
+    return f"Farthest that an index went from 2, where all begin: {', '.join(said)}.\n" if said else ""
 
 
 def _observed(curves: Sequence[dict[str, Any]]) -> str:
@@ -276,7 +307,6 @@ def _observed(curves: Sequence[dict[str, Any]]) -> str:
             f" The case `fixed`, whose indexes never move, is the control: a = {fitted['fixed']}, beside {fitted['larger']} of "
             "`larger`, whose indexes move, at the same rate."
         )
-    said += " In a smaller trial at k1 = 5 (one seed, 1,000 steps) the least value so far stayed that of the first step."
     ends = [
         f"{curve['values'][0]:.2g} to {curve['values'][-1]:.2g} (`{curve['case']}`)"
         for curve in curves
@@ -309,12 +339,19 @@ def _cases(folder: Path, drawn: dict[str, str]) -> str:
 
 def _verdict(case_study: Mapping[str, Any]) -> str:
     """Whether the index goes with whose words a text is in, and how often it was learned at all."""
-    summary = case_study["summary"]
-    found, texts = summary.get("index_and_weight"), summary["texts"]
-    visits = case_study["chosen_step"] * case_study["settings"]["batch_size"] / texts
-    visited = f"By the step that was chosen ({case_study['chosen_step']}) a text's index had been updated {visits:.1f} times.\n"
+    summary, chosen = case_study["summary"], case_study["settings"]
+    found, texts, passes = summary.get("index_and_weight"), summary["texts"], chosen["epochs"]
+    told = f"The indexes are those at the end of the run, when each had been updated {passes:g} times"
+    if chosen["index_step"] == "sign":
+        ends = summary["ends"]
+        low, high = (f"{100 * ends[end]['share']:.1f}" for end in ("smallest", "largest"))
+        told += (
+            f" by ± {chosen['index_rate']:g}, the sign of its gradient: a coin in its place would leave "
+            f"{100 * 0.5**passes:.0f} % of the texts at either end, and here {low} and {high} % are there"
+        )
+    told += f"; the predictions are those of the chosen step, {case_study['chosen_step']}.\n"
     if found is None:
-        return f"**The indexes do not differ, or the words do not: there is nothing to tell.** {visited}"
+        return f"**The indexes do not differ, or the words do not: there is nothing to tell.** {told}"
     low, high = found["interval"]
     said = (
         "**As in the paper, texts in the target's own words have larger indexes**" if low > 0
@@ -322,7 +359,7 @@ def _verdict(case_study: Mapping[str, Any]) -> str:
         else "**What the paper tells is not seen here**: the index does not go with whose words a text is in"
     )  # fmt: skip
     interval = ", ".join(digits(end, 2, sign=True) for end in (low, high))
-    return f"{said} (rank correlation {digits(found['spearman'], 2, sign=True)} [{interval}] over {texts:,} texts). {visited}"
+    return f"{said} (rank correlation {digits(found['spearman'], 2, sign=True)} [{interval}] over {texts:,} texts). {told}"
 
 
 def _index_story(summary: dict[str, Any]) -> str:

@@ -60,6 +60,7 @@ VARIANTS: dict[str, Variant] = {
     "out-as-is": Variant("source-only", given={"prior": "none"}, datasets=("pheme",)),
     "mtem-as-is": Variant("mtem", given={"prior": "none"}, datasets=("pheme",)),
     "oracle": Variant("source-only", oracle=True),
+    "oracle-as-is": Variant("source-only", given={"prior": "none"}, oracle=True, datasets=("pheme",)),
     "mtem-without-meta": Variant("mtem", given={"meta": False}),
     "mtem-without-annealing": Variant("mtem", given={"annealing": False}),
     "mtem-without-sampling": Variant("mtem", given={"sampling": False}),
@@ -82,7 +83,8 @@ class Experiment:
 
 EXPERIMENTS = {
     "general": Experiment(
-        ("out", "mtem", "dann", "fixmatch", "cst", "mme", "biat", "wind", "mtem-paper", "out-as-is", "mtem-as-is", "oracle")
+        ("out", "mtem", "dann", "fixmatch", "cst", "mme", "biat", "wind", "mtem-paper", "out-as-is", "mtem-as-is", "oracle",
+         "oracle-as-is")
     ),
     "ablation": Experiment(
         ("mtem", "mtem-without-meta", "mtem-without-annealing", "mtem-without-sampling"), (UNSUPERVISED,)
