@@ -87,7 +87,7 @@ EXPERIMENTS = {
          "oracle-as-is")
     ),
     "ablation": Experiment(
-        ("mtem", "mtem-without-meta", "mtem-without-annealing", "mtem-without-sampling"), (UNSUPERVISED,)
+        ("mtem", "mtem-without-meta", "mtem-without-annealing", "mtem-without-sampling"), (UNSUPERVISED,), ("mixed", "event")
     ),
     "batch-size": Experiment(tuple(name for name, v in VARIANTS.items() if v.targets), (UNSUPERVISED,), ("mixed",)),
 }  # fmt: skip
