@@ -9,7 +9,7 @@ import pytest
 
 from mtem.errors import RequestError
 from mtem.experiments import comparison, published, tables
-from mtem.experiments.comparison import Board, Difference, difference, honesty, recomputed, resampled, selection
+from mtem.experiments.comparison import Board, Difference, difference, recomputed, resampled
 from mtem.experiments.search import bits
 from tests.made_up import CLASSES, grid, make_cell
 
@@ -174,48 +174,3 @@ def test_means_and_spreads():
     forth, back = board.compare("mtem", "out"), board.compare("out", "mtem")
     assert [back.value, back.low, back.high, back.p] == pytest.approx([-forth.value, -forth.high, -forth.low, forth.p])
     assert Board(grid({"mtem": 0.9}, seeds=(5,)), ["mtem"], published.AMAZON, None).spread("mtem") is None
-
-
-def estimated(truth, estimate, method="source-only", **changes):
-    place = {"dataset": "amazon", "model": "minilm", "pool": "mixed", "setting": "unsupervised", "target": "books", "seed": 0}
-    return (
-        place
-        | {"oracle": False, "method": method, "settings": {}, "metrics": {"accuracy": truth}, "estimate": estimate}
-        | changes
-    )
-
-
-def test_estimates_against_the_truth():
-    cells = [
-        estimated(0.9, {"accuracy": 0.92, "low": 0.89, "high": 0.95}),
-        estimated(0.8, {"accuracy": 0.74, "low": 0.70, "high": 0.78}),
-        estimated(0.8, None),
-    ]
-    found = honesty(cells)
-    assert (found.cells, found.inside) == (2, 0.5)
-    assert found.error == pytest.approx(0.04) and found.bias == pytest.approx(-0.02)
-    assert honesty([]) is None
-
-
-def test_estimates_of_older_cells_meet_the_source_models_halfway():
-    source = estimated(0.8, {"accuracy": 0.70, "low": 0.65, "high": 0.75})
-    old = estimated(0.8, {"accuracy": 0.94, "low": 0.92, "high": 0.96}, "mtem")
-    corrected = source | {"settings": {"prior": "uniform"}, "estimate": {"accuracy": 0.1, "low": 0.0, "high": 0.2}}
-    found = honesty([old], [source, corrected])  # not the source model that was corrected otherwise
-    assert found.bias == pytest.approx(0.02) and found.inside == 1
-    new = estimated(0.8, {"accuracy": 0.94, "low": 0.92, "high": 0.96, "source_model": 0.7}, "mtem")
-    assert honesty([new], [source]).bias == pytest.approx(0.14)  # it is the middle already
-    for unknown in ({"seed": 1}, {"method": "mme"}, {"settings": {"prior": "uniform"}}):
-        assert honesty([old | unknown], [source]) is None
-        assert honesty([new | unknown], [source]).cells == 1
-
-
-def test_selection_against_the_oracle():
-    cell = make_cell()
-    better = make_cell(source_score=0.99)
-    found = selection([cell, better])
-    assert found.target == pytest.approx(found.chosen + 0.01)
-    assert found.last == pytest.approx(found.chosen - 0.02)
-    assert (found.cells, found.harmed) == (2, 0.5)
-    alone = make_cell(search=[{"candidates": [{"step": 0, "criterion_score": 0.1, "score": 0.8}]}])
-    assert selection([alone]) is None

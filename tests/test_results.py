@@ -393,19 +393,6 @@ def test_a_bound_that_says_nothing_is_called_so():
     assert "hangs on what is not known" in bound_table({**BOUND, "least": [{"radius": 0.1, "theorem-3": 0.7}]})
 
 
-def test_estimates_are_told_with_and_without_assumed_shares(few_draws):
-    cells = grid({"out": 0.8, "out-as-is": 0.8, "mtem": 0.8}, published.EVENTS, dataset="pheme")
-    for cell in cells:
-        wrong = 0.3 if cell["variant"] == "out-as-is" else 0.0
-        cell["settings"]["prior"] = "none" if wrong else "uniform"
-        cell["estimate"] = {key: value - wrong for key, value in cell["estimate"].items() if value is not None} | {
-            "source_model": None
-        }
-    rows = [line.split(" | ") for line in tables.estimates(cells).splitlines() if "all, " in line]
-    assert [(row[1], row[-1]) for row in rows] == [("all, class shares assumed", ".06 |"), ("all, uncorrected", ".06 |")]
-    assert [row[-2] for row in rows] == ["100 %", "0 %"]
-
-
 def test_ablations_are_told_in_words(few_draws):
     cells = grid({"mtem": 0.85, "mtem-without-meta": 0.851, "mtem-without-sampling": 0.6})
     text = tables.ablation(cells)

@@ -7,7 +7,7 @@ mean over the targets. Only whole seeds count: those for which every target is t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,92 +209,3 @@ def recomputed(cell: Cell) -> float:
     """The score, from truth and predictions."""
     above, below = _shares(cell, POSITIVE[cell["dataset"]]).sum(axis=1, dtype=int)
     return float(above / max(below, 1))
-
-
-@dataclass(frozen=True)
-class Honesty:
-    """Label-free estimates of the accuracy against the truth, over cells."""
-
-    cells: int
-    error: float
-    """Mean of |estimate - truth|."""
-    bias: float
-    """Mean of estimate - truth: above 0, it promised too much."""
-    inside: float
-    """Share of the truths inside the interval."""
-    width: float
-    """Mean width of the interval."""
-
-
-def honesty(cells: Sequence[Cell], among: Sequence[Cell] = ()) -> Honesty | None:
-    """Of the cells; those of the source models are looked for in `among`."""
-    gaps, inside, widths = [], [], []
-    sources = {source_of(cell): cell for cell in among if cell["method"] == "source-only" and not cell["oracle"]}
-    for cell in cells:
-        estimate, truth = _estimate(cell, sources), cell["metrics"]["accuracy"]
-        if estimate and estimate.get("accuracy") is not None:
-            gaps.append(estimate["accuracy"] - truth)
-            inside.append(estimate["low"] <= truth <= estimate["high"])
-            widths.append(estimate["high"] - estimate["low"])
-    if not gaps:
-        return None
-    error = statistics.fmean(map(abs, gaps))
-    return Honesty(len(gaps), error, statistics.fmean(gaps), statistics.fmean(inside), statistics.fmean(widths))
-
-
-def source_of(cell: Cell) -> tuple[Any, ...]:
-    """What cells share that begin from the same source model, corrected alike."""
-    return *(cell[name] for name in ("dataset", "model", "pool", "setting", "target", "seed")), cell["settings"].get("prior")
-
-
-def _estimate(cell: Cell, sources: Mapping[tuple[Any, ...], Cell]) -> Mapping[str, float] | None:
-    """As estimation.py makes it now.
-
-    Older cells have what the adapted model's own confidence said, and the source model's estimate is that of the cell beside.
-    There is none for those that did not keep enough: MME's had a source model of its own, and where class shares were assumed,
-    the source texts were not weighted by them.
-    """
-    own = cell.get("estimate")
-    if not own or "source_model" in own:
-        return own
-    if cell["settings"].get("prior", "none") != "none" or cell["method"] == "mme":
-        return None
-    if cell["oracle"] or cell["method"] == "source-only":
-        return own
-    source = sources.get(source_of(cell), {}).get("estimate")
-    if not source:
-        return None
-    middle = (own["accuracy"] + source["accuracy"]) / 2
-    return {"accuracy": middle, "low": min(own["low"], source["low"]), "high": max(own["high"], source["high"])}
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Mean scores of the weights that different ways of choosing would have kept, over cells."""
-
-    cells: int
-    source: float
-    """The model before adaptation."""
-    last: float
-    """No choice: the last weights of the first search entry."""
-    chosen: float
-    """By the label-free criterion."""
-    target: float
-    """By the target's labels: an oracle."""
-    harmed: float
-    """Share of the cells whose chosen weights are worse than the model before adaptation."""
-
-
-def selection(cells: Sequence[Cell]) -> Selection | None:
-    """Over the cells in which there was something to choose."""
-    cells = [cell for cell in cells if cell.get("target_selected") and sum(len(run["candidates"]) for run in cell["search"]) > 1]
-    if not cells:
-        return None
-    return Selection(
-        len(cells),
-        statistics.fmean(cell["source_score"] for cell in cells),
-        statistics.fmean(cell["search"][0]["candidates"][-1]["score"] for cell in cells),
-        statistics.fmean(cell["score"] for cell in cells),
-        statistics.fmean(cell["target_selected"]["score"] for cell in cells),
-        statistics.fmean(cell["score"] < cell["source_score"] - 1e-12 for cell in cells),
-    )

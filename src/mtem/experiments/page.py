@@ -10,8 +10,9 @@ from typing import Any
 from mtem.atomic import replaced
 from mtem.errors import RequestError
 from mtem.experiments import cells as cell_files
-from mtem.experiments import figures, protocol, published, tables
-from mtem.experiments.comparison import Board, Cell, name_of, recomputed, source_of
+from mtem.experiments import checks, figures, protocol, published, tables
+from mtem.experiments.checks import source_of
+from mtem.experiments.comparison import Board, Cell, name_of, recomputed
 from mtem.experiments.tables import SETTINGS, digits, markdown, of, once, places
 from mtem.progress import Progress
 
@@ -48,8 +49,8 @@ def write(results: Path, docs: Path, progress: Progress | None = None) -> None:
         lambda: tables.general("pheme", boards),
         lambda: tables.ablation(cells),
         lambda: tables.batch_sizes(cells),
-        lambda: tables.estimates(cells),
-        lambda: tables.choices(cells),
+        lambda: checks.estimates(cells),
+        lambda: checks.choices(cells),
         lambda: _entropy(drawn),
         lambda: _trajectories(cells, drawn),
         lambda: _cost(results / "cost", drawn),

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from mtem.experiments import protocol, published
-from mtem.experiments.comparison import POSITIVE, Board, Cell, Difference, honesty, selection
+from mtem.experiments.comparison import POSITIVE, Board, Cell, Difference
 
 SETTINGS = ("unsupervised", "semi-supervised")
 ENGINES = ("taylor", "second-order", "layerwise")
@@ -389,61 +389,6 @@ def _span(board: Board) -> str:
         f" From {digits(min(means))} to {digits(max(means))} over all sizes and engines, {moved} the seeds of one of them vary "
         f"(± {digits(max(spreads))}); in the paper from {digits(min(paper))} to {digits(max(paper))}."
     )
-
-
-def _groups(cells: Sequence[Cell]) -> list[tuple[list[str], list[Cell]]]:
-    """Cells without oracles by dataset, model, pool and setting: all methods that adapt, and MTEM."""
-    groups = []
-    for dataset in TITLES:
-        for model, pool in places(cells, dataset):
-            for setting in SETTINGS:
-                found = of(cells, dataset=dataset, model=model, pool=pool, setting=setting)
-                found = [cell for cell in found if not cell["oracle"] and cell["variant"] in GENERAL]
-                where = told_place((dataset, model, pool, setting))
-                groups += [([where, "all"], found), ([where, "MTEM"], of(found, variant="mtem"))]
-    return groups
-
-
-def estimates(cells: Sequence[Cell]) -> str:
-    rows = []
-    for (where, methods), found in _groups(cells):
-        assumed = [cell for cell in found if cell["settings"].get("prior", "none") != "none"]
-        groups = {methods: found}
-        if methods == "all" and assumed:
-            groups = {"all, class shares assumed": assumed, "all, uncorrected": [cell for cell in found if cell not in assumed]}
-        for name, part in groups.items():
-            honest = honesty(part, cells)
-            if honest:
-                inside = f"{100 * honest.inside:.0f} %"
-                errors = digits(honest.error), digits(honest.bias, sign=True)
-                rows.append([where, name, str(honest.cells), *errors, inside, digits(honest.width, 2)])
-    said = (
-        "The accuracy that a run estimates for its target without labels, less the accuracy on the test set: above 0 it promised "
-        "too much. The truth should be inside the interval in 95 % at least, and the narrower the interval, the better. The "
-        "estimate was changed when most of these runs were there, since this table showed that by an adapted model's own "
-        "confidence it promises far too much on PHEME: it is now halfway to the source model's estimate, with an interval that "
-        "reaches over both, and where class shares are assumed, source texts are weighted by them. None of this is fitted to "
-        "anything, but that a change was needed was seen here. Earlier runs are counted as far as what they recorded allows: "
-        "without MME, and without assumed shares.\n"
-    )
-    header = ["where", "methods", "runs", "mean size of the error", "mean error", "truth inside the interval", "its mean width"]
-    return f"## Is the estimate honest?\n\n{said}\n{markdown(header, once(rows))}" if rows else ""
-
-
-def choices(cells: Sequence[Cell]) -> str:
-    rows = []
-    for where, found in _groups(cells):
-        picked = selection(found)
-        if picked:
-            scores = (picked.source, picked.last, picked.chosen, picked.target)
-            rows.append([*where, str(picked.cells), *map(digits, scores), f"{100 * picked.harmed:.0f} %"])
-    said = (
-        "Mean scores of four ways to choose: the model before adaptation, the last weights of the first rate, the weights that "
-        "the label-free criterion picks among all candidates of the search (what the tables show), and those that target labels "
-        "would pick, which nobody has.\n"
-    )
-    header = ["where", "methods", "runs", "before", "last", "picked", "by target labels", "picked worse than before"]
-    return f"## What choosing without labels costs\n\n{said}\n{markdown(header, once(rows))}" if rows else ""
 
 
 def corrections() -> str:
