@@ -172,7 +172,7 @@ def made_up_cases():
     table = pd.DataFrame({"text": [f"{text} {k}" for k, text in enumerate(source[:10] + target[:10])], "prediction": "positive"})
     table["index"], table["confidence"] = np.linspace(1.2, 3.5, 20), np.linspace(0.6, 0.9, 20)
     about = {"target": "kitchen", "model": "minilm", "seed": 0, "chosen_step": 6}
-    about["settings"] = {"epochs": 2.0, "index_step": "sign", "index_rate": 0.5}
+    about["settings"] = {"epochs": 2.0, "steps": None, "batch_size": 5, "index_step": "sign", "index_rate": 0.5}
     return {"cases": cases.cases(table, source, target, count=2), "summary": cases.summary(table, source, target), **about}
 
 
@@ -313,6 +313,8 @@ def test_the_case_study_has_a_verdict(turned, said):
     assert said in page._verdict(study)
     study["summary"]["index_and_weight"] = None
     assert "nothing to tell" in page._verdict(study)
+    study["settings"]["steps"] = 6  # 30 texts drawn of 20
+    assert "updated 1.5 times; the" in page._verdict(study)
 
 
 def test_batch_sizes_are_told_beside_the_seeds(few_draws):

@@ -26,7 +26,8 @@ READING = """\
   MME and the oracle, which train their own), number of passes over the unlabeled texts, a search over two learning rates, and
   the label-free criterion that picks the weights. In these runs no target label picks anything, except in rows and columns
   called oracle; what MTEM's recommended settings owe to earlier trials is told in [protocol.md](protocol.md), with the rest.
-  **Out** is the source model without adaptation (In+Out: with 100 labeled target texts).
+  **Out** is the source model without adaptation (In+Out: with 100 labeled target texts). **BiAT** is our reading of its article's
+  description, with weights and perturbation sizes of our own.
 - Amazon's unlabeled reviews are the **mixed** pool, classes about even, or the **natural** one, 80 to 90 % positive.
 - Means are over the targets, then over the seeds; ± is the standard deviation over the seeds.
 - Differences have 95 % intervals from a paired bootstrap: 10,000 times the labeled examples of each target are drawn with
@@ -341,9 +342,10 @@ def _cases(folder: Path, drawn: dict[str, str]) -> str:
 def _verdict(case_study: Mapping[str, Any]) -> str:
     """Whether the index goes with whose words a text is in, and how often it was learned at all."""
     summary, chosen = case_study["summary"], case_study["settings"]
-    found, texts, passes = summary.get("index_and_weight"), summary["texts"], chosen["epochs"]
+    found, texts, steps = summary.get("index_and_weight"), summary["texts"], chosen["steps"]
+    passes = steps * chosen["batch_size"] / texts if steps else chosen["epochs"]
     told = f"The indexes are those at the end of the run, when each had been updated {passes:g} times"
-    if chosen["index_step"] == "sign":
+    if chosen["index_step"] == "sign" and passes == round(passes):
         ends = summary["ends"]
         low, high = (f"{100 * ends[end]['share']:.1f}" for end in ("smallest", "largest"))
         told += (
