@@ -1,4 +1,13 @@
-"""The paper's tables and ours, as Markdown: from cells, without running anything."""
+"""The paper's tables and ours, as Markdown: from cells, without running anything.
+
+A difference is called clear, or marked ≈ if it is not, after a correction for the number of comparisons in its family. These are
+the families, each corrected by itself (`comparison.family`):
+
+- headline: MTEM over the source model, in every place (`_gains`)
+- one table's column "over Out" (or "over MTEM"): every row of it (`over`)
+- the best of one table against every other method in it, by the mean over the targets (`behind`)
+- the best on a target against every other method, all targets of one table together (`behind_by_target`)
+"""
 
 from __future__ import annotations
 
@@ -7,7 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from mtem.experiments import protocol, published
-from mtem.experiments.comparison import POSITIVE, Board, Cell, Difference
+from mtem.experiments.comparison import LEVEL, POSITIVE, Board, Cell, Difference, family
 
 SETTINGS = ("unsupervised", "semi-supervised")
 ENGINES = ("taylor", "second-order", "layerwise")
@@ -81,37 +90,106 @@ def boards(cells: Sequence[Cell]) -> dict[Place, Board]:
     return found
 
 
+def over(board: Board, baseline: str) -> dict[str, Difference | None]:
+    """The family of a table's column: each variant against the baseline, or against the source model that was corrected alike."""
+    return family({variant: board.compare(variant, other) for variant, other in _against(board, baseline).items()})
+
+
+def behind(board: Board, best: str, among: Sequence[str] | None = None) -> dict[str, Difference | None]:
+    """The family of the best (by the mean over the targets) against every other method, or `among` some; oracles left out."""
+    others = [variant for variant in _fair(board) if variant != best and (among is None or variant in among)]
+    return family({variant: board.compare(best, variant) for variant in others})
+
+
+def behind_by_target(board: Board) -> dict[tuple[str, str], Difference | None]:
+    """The family of the best on each target against every other method, by (variant, target)."""
+    best = {target: board.best(target) for target in board.targets}
+    return family(
+        {
+            (variant, target): board.compare(first, variant, target)
+            for target, first in best.items()
+            for variant in _fair(board)
+            if first and variant != first
+        }
+    )
+
+
+def _fair(board: Board) -> list[str]:
+    return [variant for variant in board.variants if not board.oracle(variant)]
+
+
+def _against(board: Board, baseline: str) -> dict[str, str]:
+    """What each variant of a table is compared with."""
+    own = {variant: _baseline(board, variant) if baseline == "out" else baseline for variant in board.variants}
+    return {variant: baseline if variant == "out-as-is" else other for variant, other in own.items() if variant != baseline}
+
+
+def _kinds(place: Place, board: Board) -> dict[str, tuple[str, str, list[str]]]:
+    """By name: source model, MTEM, and all methods that were corrected alike."""
+    plain = [variant for variant in _fair(board) if _baseline(board, variant) == "out-as-is"]
+    kinds = {told_place(place): ("out", "mtem", [variant for variant in _fair(board) if variant not in plain])}
+    if "mtem-as-is" in plain:
+        kinds[f"{told_place(place)}, no class shares assumed"] = ("out-as-is", "mtem-as-is", plain)
+    return kinds
+
+
+def _gains(found: Mapping[Place, Board]) -> dict[str, Difference | None]:
+    """The family of the headline: MTEM over the source model in every place."""
+    return family(
+        {
+            where: board.compare(mtem, out)
+            for place, board in found.items()
+            for where, (out, mtem, _) in _kinds(place, board).items()
+        }
+    )
+
+
 def headline(found: Mapping[Place, Board]) -> str:
     """MTEM against the source model, here and in the paper, and who wins."""
-    rows, gains, level = [], [], 0
+    rows, gains, level = [], _gains(found), 0
     for place, board in found.items():
         paper = _paper(place)
-        fair = [variant for variant in board.variants if not board.oracle(variant)]
-        plain = [variant for variant in fair if _baseline(board, variant) == "out-as-is"]
-        for where, out, mtem, rivals in (
-            (told_place(place), "out", "mtem", [variant for variant in fair if variant not in plain]),
-            (f"{told_place(place)}, no class shares assumed", "out-as-is", "mtem-as-is", plain),
-        ):
-            if mtem not in rivals and out == "out-as-is":
-                continue
-            gain, best = board.compare(mtem, out), board.best(among=rivals)
-            gains.append(gain)
-            row = [where, str(len(board.seeds)), *(digits(board.mean(variant)) for variant in (out, mtem)), told(gain)]
+        for where, (out, mtem, rivals) in _kinds(place, board).items():
+            best = board.best(among=rivals)
+            row = [where, str(len(board.seeds)), *(digits(board.mean(variant)) for variant in (out, mtem)), told(gains[where])]
             row.append(_gain(paper, "mtem", "out"))
             if best is None:
                 rows.append([*row, "unfinished"])
                 continue
-            near = _tied(board, best, rivals)
-            level += mtem in (best, *near)
-            tied = ", ".join(_name(variant, paper) for variant in near)
-            rows.append([*row, f"{_name(best, paper)} {digits(board.mean(best))}" + (f" (≈ {tied})" if tied else "")])
-    known = [gain for gain in gains if gain]
+            # The same family as the table's, so that both say the same; the best of another kind has its own.
+            compared = {variant: each for variant, each in _family_of(board, best, rivals).items() if variant in rivals}
+            level += mtem == best or _unclear(compared.get(mtem))
+            rows.append([*row, f"{_name(best, paper)} {digits(board.mean(best))}{_level(compared, paper)}"])
+    known = [gain for gain in gains.values() if gain]
     up, down = (sum(gain.clear and (gain.value > 0) is sign for gain in known) for sign in (True, False))
     said = (
-        f"Of {len(known)} comparisons, MTEM is clearly better than Out in {up} and clearly worse in {down}; it is the "
-        f"best or cannot be told apart from the best in {level}.\n"
+        f"Of {len(known)} comparisons, MTEM is clearly better than Out in {up} and clearly worse in {down}; in "
+        f"{len(known) - up - down} the runs do not tell. It is the best, or cannot be told apart from the best, in {level}.\n"
     )
     return f"{said}\n{markdown(['where', 'seeds', 'Out', 'MTEM', 'MTEM over Out', 'in the paper', 'best here'], rows)}"
+
+
+def _family_of(board: Board, best: str, among: Sequence[str]) -> dict[str, Difference | None]:
+    return behind(board, best) if best == board.best() else behind(board, best, among)
+
+
+def _unclear(difference: Difference | None) -> bool:
+    return difference is not None and not difference.clear
+
+
+def _parted(compared: Mapping[str, Difference | None], paper: published.Table) -> tuple[list[str], list[str]]:
+    """The names of those that cannot be told apart from the best, and of those it is clearly ahead of."""
+    near = [_name(variant, paper) for variant, difference in compared.items() if _unclear(difference)]
+    return near, [_name(variant, paper) for variant, difference in compared.items() if difference and difference.clear]
+
+
+def _level(compared: Mapping[str, Difference | None], paper: published.Table) -> str:
+    """Who is level with the best, in brackets; those who are not, if they are fewer."""
+    near, after = _parted(compared, paper)
+    if len(near) > 1 and not after:
+        return " (≈ all others)"
+    few = f"all but {', '.join(after)}" if len(near) > max(3, len(after)) else ", ".join(near)
+    return f" (≈ {few})" if near else ""
 
 
 def general(dataset: str, found: Mapping[Place, Board]) -> str:
@@ -139,27 +217,47 @@ def _baseline(board: Board, variant: str) -> str:
     return "out-as-is" if variant in UNCORRECTED and "out-as-is" in board.variants else "out"
 
 
-def _tied(board: Board, best: str, among: Sequence[str] | None = None) -> list[str]:
-    """What cannot be told apart from the best."""
-    others = [variant for variant in among or board.variants if variant != best and not board.oracle(variant)]
-    compared = {variant: board.compare(best, variant) for variant in others}
-    return [variant for variant, difference in compared.items() if difference and not difference.clear]
-
-
 def _verdict(board: Board, paper: published.Table) -> str:
     """What the table says, in words."""
     best = board.best()
     if best is None:
         return f"**Unfinished**: seed {board.seeds[0]}, and few methods have all targets yet.\n"
-    tied = [_name(variant, paper) for variant in _tied(board, best)]
+    near, after = _parted(behind(board, best), paper)
     others = "every other" if all(map(board.complete, board.variants)) else "all others that are finished"
-    level = f"cannot be told apart from {', '.join(tied)}" if tied else f"clearly ahead of {others}"
+    if not near:
+        level = f"clearly ahead of {others}"
+    elif len(near) > 1 and not after:
+        level = "cannot be told apart from any other"
+    else:
+        few = len(near) > max(3, len(after))
+        level = f"clearly ahead of {', '.join(after)} only" if few else f"cannot be told apart from {', '.join(near)}"
     said = f"**Best: {_name(best, paper)}, {digits(board.mean(best))}**, {level}."
-    gain = board.compare("mtem", "out")
+    gain = over(board, "out").get("mtem")
     if gain and best != "out":
-        clear = "no clear difference" if not gain.clear else "a clear gain" if gain.value > 0 else "a clear loss"
+        clear = _worded(gain, "a clear gain", "a clear loss")
         said += f" MTEM over {_name('out', paper)}: {told(gain)}, {clear}; in the paper {_gain(paper, 'mtem', 'out')}."
-    return f"{said} {_seeds(board)}\n"
+    return f"{said} {_seeds(board)}{_smallest(board, paper, 'out')}\n"
+
+
+def _worded(gain: Difference, better: str, worse: str) -> str:
+    if gain.seeds == 1:
+        return "one seed, so not known"
+    return "no clear difference" if not gain.clear else better if gain.value > 0 else worse
+
+
+def _smallest(board: Board, paper: published.Table, baseline: str) -> str:
+    """What a table of so few seeds cannot show: how large a difference has to be, for a method that varies as most do.
+
+    The smallest p of n comparisons has to be below LEVEL / n (`comparison.holm`).
+    """
+    against = {each: other for each, other in _against(board, baseline).items() if len(board.paired(each, other)) > 1}
+    reaches = [reach for each, other in against.items() if (reach := board.reach(each, other, LEVEL / len(against)))]
+    if not reaches:
+        return ""
+    return (
+        f" With {len(board.seeds)} seeds and {len(against)} comparisons, a difference from {_name(baseline, paper)} has to be "
+        f"about {digits(statistics.median(reaches))} (median over the methods) to be clear; smaller ones may be there, unseen."
+    )
 
 
 def _why(board: Board, paper: published.Table) -> str:
@@ -173,12 +271,13 @@ def _why(board: Board, paper: published.Table) -> str:
             f", more than a model has here that learned from target labels ({digits(best)})" if best and theirs > best else ""
         )
         lines.append(f"- {name} has {digits(mean)} here and {digits(theirs)} in the paper{higher}")
-    labels = board.compare(oracle, out)
+    column = over(board, "out")
+    labels = column.get(oracle)
     if labels:
         what = "half of the test set's labels, and no unlabeled texts" if paper.dataset == "amazon" else "on 70 % of the event"
         lines.append(
-            f"- Training on target labels as well (oracle: {what}) adds {digits(labels.value, sign=True)} to it; the paper's "
-            f"MTEM adds {_gain(paper, 'mtem', 'out')} without them"
+            f"- Training on target labels as well (oracle: {what}) changes it by {told(labels)}; the paper's MTEM, without them, "
+            f"by {_gain(paper, 'mtem', 'out')}"
         )
     chosen = board.mean("mtem", figure=_by_target_labels)
     if chosen is not None and math.isfinite(chosen):
@@ -186,9 +285,9 @@ def _why(board: Board, paper: published.Table) -> str:
             "- Had MTEM's weights been chosen by target labels (the paper does not say how its own were), it would be better by "
             f"{digits(chosen - board.mean('mtem'))} at most"
         )
-    even, own = board.mean("out"), board.compare("mtem-as-is", "out-as-is")
-    if out == "out-as-is" and even is not None and mean is not None:
-        said = f"- Assuming even class shares adds {digits(even - mean, sign=True)} before any adaptation"
+    shares, own = column.get("out-as-is"), column.get("mtem-as-is")
+    if shares:
+        said = f"- Assuming even class shares changes it by {told(shares.turned())} before any adaptation"
         lines.append(said + (f"; without it, MTEM over Out is {told(own)}" if own else ""))
     return "\n".join(lines) + "\n" if lines else ""
 
@@ -199,7 +298,8 @@ def _by_target_labels(cell: Cell) -> float:
 
 def _seeds(board: Board) -> str:
     listed = ", ".join(map(str, board.seeds))
-    said = f"Seeds {listed}." if len(board.seeds) > 1 else f"One seed ({listed}): how much training runs vary is not known."
+    unknown = "how much training varies is not known, so intervals are over texts only and nothing is called clear"
+    said = f"Seeds {listed}." if len(board.seeds) > 1 else f"One seed ({listed}): {unknown}."
     left = [str(seed) for seed in board.ran if seed not in board.seeds]
     return said + (f" Left out, as not complete: seed {', '.join(left)}." if left else "")
 
@@ -207,30 +307,33 @@ def _seeds(board: Board) -> str:
 def _scores(board: Board, paper: published.Table, baseline: str) -> str:
     """A row for each variant: its score on every target, the mean, and how far it is from the baseline and from the best."""
     winner = board.best()
-    best = {target: board.best(target) for target in (*board.targets, *([None] if winner else []))}
+    column, by_target = over(board, baseline), behind_by_target(board)
+    rivals = behind(board, winner) if winner else {}
     rows = []
     for variant in board.variants:
         own = board.seeds_of(variant)
         seeds = f" (seed {', '.join(map(str, own))})" if own else " (unfinished)"
         row = [_name(variant, paper) + ("" if board.complete(variant) or not winner else seeds)]
-        for target, first in best.items():
-            text, spread = digits(board.mean(variant, target)), board.spread(variant) if target is None else None
-            if variant == first:
-                text = f"**{text}**"
-            elif first and not board.oracle(variant):
-                difference = board.compare(first, variant, target)
-                text += "≈" if difference and not difference.clear else ""
-            row.append(text + (f" ± {digits(spread)}" if spread is not None else ""))
+        for target in board.targets:
+            text = digits(board.mean(variant, target))
+            row.append(_marked(text, variant == board.best(target), by_target.get((variant, target))))
         if winner:
-            own = _baseline(board, variant) if baseline == "out" and variant != "out-as-is" else baseline
-            row.append("" if variant == baseline else told(board.compare(variant, own)))
-            rival = baseline == "out" and not board.oracle(variant)
-            other = board.best(but=variant) if rival else None
-            row.append(told(board.compare(variant, other)) if other else "")
+            spread = board.spread(variant)
+            mean = _marked(digits(board.mean(variant)), variant == winner, rivals.get(variant))
+            row.append(mean + (f" ± {digits(spread)}" if spread is not None else ""))
+            row.append("" if variant == baseline else told(column[variant]))
+            second = board.best(but=winner)
+            ahead = rivals.get(second) if second and variant == winner else None
+            row.append(told(ahead or rivals[variant].turned()) if ahead or rivals.get(variant) else "")
         rows.append(row)
     header = ["method", *board.targets, "mean", f"over {_name(baseline, paper)}", "over the best other"]
-    header = header[: len(rows[0])] if baseline == "out" else header[:-1]
+    header = header[: len(rows[0]) if baseline == "out" else min(len(rows[0]), len(header) - 1)]
     return markdown(header, [row[: len(header)] for row in rows])
+
+
+def _marked(text: str, best: bool, difference: Difference | None) -> str:
+    """A score: bold if it is the best, with ≈ if it cannot be told apart from the best."""
+    return f"**{text}**" if best else text + ("≈" if _unclear(difference) else "")
 
 
 def _more(board: Board, paper: published.Table) -> str:
@@ -332,7 +435,7 @@ def ablation(cells: Sequence[Cell]) -> str:
             board = Board(found, ABLATION, published.TARGETS[dataset], POSITIVE[dataset])
             if len(board.variants) > 1:
                 ran = True
-                said = f"{_parts(board, paper)} {_seeds(board)}\n".lstrip()
+                said = f"{_parts(board, paper)} {_seeds(board)}{_smallest(board, paper, 'mtem')}\n".lstrip()
                 parts += [f"### Table {number}: {told_place(place)}\n", said, _scores(board, paper, "mtem")]
         parts += ["The paper's:\n", _printed(paper, "mtem")] if ran else [f"Table {number}, {TITLES[dataset]}: not run.\n"]
     return "\n".join(parts)
@@ -341,14 +444,12 @@ def ablation(cells: Sequence[Cell]) -> str:
 def _parts(board: Board, paper: published.Table) -> str:
     """What MTEM loses without each of its parts, in words."""
     parts = {"mtem-without-meta": "learned indexes", "mtem-without-annealing": "annealing", "mtem-without-sampling": "sampling"}
-    lines = []
+    lines, column = [], over(board, "mtem")
     for variant, name in parts.items():
-        lost = board.compare(variant, "mtem")
+        lost = column.get(variant)
         if lost is not None:
-            clear = "no clear difference" if not lost.clear else "clearly worse" if lost.value < 0 else "clearly better"
-            lines.append(
-                f"without {name} {digits(lost.value, sign=True)}, {clear} (in the paper {_gain(paper, variant, 'mtem')})"
-            )
+            clear = _worded(lost, "clearly better", "clearly worse")
+            lines.append(f"without {name} {told(lost)}, {clear} (in the paper {_gain(paper, variant, 'mtem')})")
     return f"Against MTEM: {'; '.join(lines)}." if lines else ""
 
 
