@@ -41,9 +41,7 @@ def check_files(directory: Path, name: str) -> None:
         _check_shard(directory, name, "config.json", named)
     _check_index(directory, name, alone=named is None and not (directory / WEIGHTS).is_file())
     if named is None and not any((directory / file).is_file() for file in (WEIGHTS, INDEX)):
-        raise RequestError(
-            f"{name}: no safetensors weights there ({WEIGHTS}; other formats can execute code and are not loaded)"
-        )
+        raise RequestError(f"{name}: no safetensors weights there ({WEIGHTS}; other formats can execute code and are not loaded)")
     if not any(True for pattern in VOCABULARIES for _ in directory.glob(pattern)):
         raise RequestError(f"{name}: its tokenizer is missing (no tokenizer.json or vocabulary there); {AGAIN}")
 
@@ -137,8 +135,9 @@ def check_loaded(network: nn.Module, info: Mapping[str, Any], name: str, *, clas
         declared = getattr(network.config, "architectures", None) or [""]
         if not (type(network).__name__.endswith(_CLASSIFIER) and str(declared[0]).endswith(_CLASSIFIER)):
             missing -= _outside(network, missing) | {key for key in missing if _ELSEWHERE.search(key)}
+        if not missing:
+            unexpected -= _outside(network, unexpected)
         mismatched = {key: shapes for key, shapes in mismatched.items() if key not in _outside(network, mismatched)}
-        unexpected -= _outside(network, unexpected)
     unexpected = {key for key in unexpected if not _ELSEWHERE.search(key)}
     if not (missing or mismatched or unexpected):
         check_finite(network.state_dict(), name)

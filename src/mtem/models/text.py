@@ -348,9 +348,7 @@ def longest(network: nn.Module, tokenizer: Any) -> int:
     return int(min(positions, declared))
 
 
-def _load(
-    place: str, name: str, attention: str | None, *, classifier: bool = False, **config: Any
-) -> tuple[nn.Module, Any]:
+def _load(place: str, name: str, attention: str | None, *, classifier: bool = False, **config: Any) -> tuple[nn.Module, Any]:
     """The network and tokenizer in the directory `place`, which messages call `name`. A `classifier` has its head already."""
     # Remote code is never run and only safetensors are read: a model directory is data.
     safe: dict[str, Any] = {"trust_remote_code": False}
