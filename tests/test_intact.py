@@ -223,7 +223,7 @@ def test_encoders_without_a_head_are_what_is_trained(tmp_path, shape, pretrainin
         AutoModelForMaskedLM.from_pretrained(place).save_pretrained(place)
     assert TextModel.create(place, ("a", "b", "c")).classes == ("a", "b", "c")
     assert Embeddings.find(place, 16).width == 32
-    with pytest.raises(RequestError, match="no head for its classes|not those that its config"):
+    with pytest.raises(RequestError, match=r"no head for its classes|not those that its config"):
         models.load(place)
 
 
@@ -248,7 +248,7 @@ def test_a_head_for_other_classes_is_replaced(classifier):
 @pytest.mark.parametrize("names", [{"0": "a"}, {"0": "a", "5": "b"}, {"0": "a", "1": "a"}])
 def test_classes_that_are_none(classifier, tmp_path, names):
     place = damaged(classifier, tmp_path / "model", config(id2label=names))
-    with pytest.raises(RequestError, match="two or more different ones|requires `num_labels > 1`"):
+    with pytest.raises(RequestError, match=r"two or more, numbered|requires `num_labels > 1`"):
         models.load(place)
 
 

@@ -57,9 +57,9 @@ def adapt(
     source: Annotated[
         list[Path], typer.Option(help="Labeled texts or threads (csv, tsv, jsonl, parquet; .gz too). May be given again.")
     ],
-    target: Annotated[list[Path], typer.Option(help="Unlabeled texts of the new domain. May be given again.")],
+    target: Annotated[list[Path], typer.Option(help="Unlabeled texts or threads of the new domain. May be given again.")],
     output: Annotated[Path, typer.Option(help="Folder for the run; it must not hold another one.")],
-    target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled texts of the new domain.")] = None,
+    target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled ones of the new domain.")] = None,
     model: Annotated[
         str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name; or 'bigcn' for reply trees.")
     ] = "minilm",
@@ -73,7 +73,10 @@ def adapt(
     preset: Annotated[
         str, typer.Option(help="'recommended', or 'paper': the algorithm and constants as printed.")
     ] = "recommended",
-    engine: Annotated[str | None, typer.Option(help="Index gradient: forward (exact), taylor, second-order.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Index gradient: layerwise (exact; the default), forward (exact), taylor, second-order (exact)."),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; see 'mtem settings'.")
     ] = None,
@@ -150,7 +153,7 @@ def predict(
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    file: Annotated[Path, typer.Argument(help="Labeled texts.")],
+    file: Annotated[Path, typer.Argument(help="Labeled texts or threads.")],
     compare: Annotated[bool, typer.Option("--compare", help="Also the model before the adaptation.")] = False,
     text_column: Column = None,
     label_column: Column = None,
@@ -192,7 +195,7 @@ def evaluate(
     for name, value in found.items():
         if compare:
             out.print(Text(f"{name} the adaptation", style="bold"))
-        metrics.render(value, out)
+        metrics.render(value, out, corpus.unit)
 
 
 @app.command()
@@ -338,19 +341,25 @@ def prepare(
 
 
 def _summary(record: dict[str, Any], output: Path) -> None:
-    before, after = record["estimate"]["before"], record["estimate"]["after"]
+    from mtem.adapted import withheld
+
     choice = record["selection"]
     if choice["kept_source_model"]:
         kept = "the source model was kept" if record["steps"]["adapt"] else "source training only"
     else:
         kept = f"weights of step {choice['chosen_step']} of {record['steps']['adapt']}, chosen by {choice['criterion']}"
     out.print(Text(kept))
-    out.print("estimated accuracy on the target, without labels (95 % interval):")
-    for name, value in (("before", before), ("after", after)):
-        out.print(f"  {name:<7}{value['accuracy']:.3f}  ({value['low']:.3f} to {value['high']:.3f})")
-    out.print(
-        Text(f"model: {output / 'model'}   record: {output / 'run.json'}   texts and indexes: {output / 'indexes.parquet'}")
-    )
+    estimates = record.get("estimate") or {}
+    if not any(estimates.get(name) for name in ("before", "after")):
+        out.print(Text(withheld(record), style="yellow"))
+    else:
+        out.print("estimated accuracy on the target, without labels (95 % interval):")
+        for name in ("before", "after"):
+            value = estimates.get(name)
+            told = "withheld" if value is None else f"{value['accuracy']:.3f}  ({value['low']:.3f} to {value['high']:.3f})"
+            out.print(f"  {name:<7}{told}")
+    what = f"{record.get('unit', 'texts')} and indexes"
+    out.print(Text(f"model: {output / 'model'}   record: {output / 'run.json'}   {what}: {output / 'indexes.parquet'}"))
 
 
 def _settings(given: list[str] | None) -> dict[str, Any]:

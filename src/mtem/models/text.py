@@ -382,7 +382,7 @@ def _check_classes(configuration: Any, name: str) -> None:
     names = configuration.id2label or {}
     if sorted(names) != list(range(len(names))) or len(set(map(str, names.values()))) != len(names) or len(names) < 2:
         raise RequestError(
-            f"{name}: its config.json names the classes {names} (id2label); two or more different ones, numbered from 0, are wanted"
+            f"{name}: its config.json names the classes {names} (id2label); two or more, numbered from 0, are wanted"
         )
 
 
