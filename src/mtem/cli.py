@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mtem.errors import RequestError, RunError
+from mtem.errors import DiskFull, RequestError, RunError
 from mtem.experiments.command import reproduce
 from mtem.progress import Progress
 
@@ -32,7 +32,11 @@ app.command()(reproduce)
 
 out = Console(soft_wrap=True, highlight=False)
 INTERRUPTED = 130  # what typer makes of Ctrl-C
-GOING_ON = {"adapt": "; the same command with --resume goes on", "reproduce": "; the same command goes on from here"}
+GOING_ON = {
+    "adapt": "; the same command with --resume goes on",
+    "demo": "; the same command goes on from here",
+    "reproduce": "; the same command goes on from here",
+}
 
 Column = Annotated[str | None, typer.Option(help="Name of the column; the usual names are found without it.")]
 
@@ -267,7 +271,13 @@ def show_cost(
     model: Annotated[str, typer.Option(help="An encoder, or the shape 'bert-base' or 'minilm' with random weights.")] = "minilm",
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "50",
     length: Annotated[int, typer.Option(help="Tokens of every text.")] = 128,
-    engines: Annotated[str | None, typer.Option(help="Some of the rows, with semicolons; all without it.")] = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of the rows, with semicolons; all without it: plain; layerwise (the engine that 'mtem adapt' takes unless "
+            "told otherwise); layerwise, pieces 2; layerwise, v at theta; forward; taylor; second-order."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "auto",
     attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
@@ -390,13 +400,18 @@ def main() -> None:
     except RequestError as error:
         _fail(str(error), 2)
     except RunError as error:
-        _fail(str(error), 1)
+        resume = isinstance(error, DiskFull) and _command() == "adapt"  # the others have no such option: running again is enough
+        _fail(str(error) + (" with --resume" if resume else ""), 1)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            _fail("interrupted" + GOING_ON.get(next(iter(sys.argv[1:]), ""), ""), INTERRUPTED)
+            _fail("interrupted" + GOING_ON.get(_command(), ""), INTERRUPTED)
         raise
+
+
+def _command() -> str:
+    return next(iter(sys.argv[1:]), "")
 
 
 def _fail(message: str, code: int) -> NoReturn:

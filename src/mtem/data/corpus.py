@@ -22,12 +22,12 @@ from mtem.errors import RequestError
 _BATCH_ROWS = 8192
 _IN_MEMORY = 1 << 26  # a selection with more bytes of text than this goes to the cache instead of into memory
 _WHOLE_FLOAT = re.compile(r"[+-]?[0-9]{1,400}\.0*")
-_BETWEEN = re.compile(r"[\s_-]+")
+_BETWEEN = re.compile(r"(?<=[^\W\d_])[\s_-]+(?=[^\W\d_])")  # not the sign of a number
 _NOT_LETTERS = re.compile(r"[\W_]+")
 
 
 def spelling(name: str) -> str:
-    """What two names share when they differ only in upper and lower case, spaces, '-' and '_'."""
+    """What two names share when they differ only in upper and lower case and in what stands between words (space, '-', '_')."""
     return _BETWEEN.sub("", name.casefold())
 
 
