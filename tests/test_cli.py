@@ -182,6 +182,47 @@ def test_an_interrupted_run_says_how_to_go_on(reviews, encoder, tmp_path):
     assert errors.splitlines()[-1] == "mtem: interrupted; the same command with --resume goes on"
 
 
+def test_adapt_says_what_it_has_read(adapted, reviews, encoder, tmp_path, mtem):
+    _, done = adapted
+    assert "books.jsonl: 60 texts (column 'text'), labels (column 'label'): bad 30, good 30" in done.stderr.splitlines()
+    assert "kitchen.jsonl: 80 texts (column 'text')" in done.stderr.splitlines()
+    other = write(tmp_path / "other.csv", ROWS.replace("text,label", "review,stars").replace("good\n", "Good\n"))
+    code, _, error = mtem(*adapt_arguments(reviews, encoder, tmp_path / "run"), "--source", other, "-q", "--set", "steps=1")
+    assert code == 0 and "60 texts" not in error  # quiet: what looks unmeant is told all the same
+    assert "books.jsonl uses 'text', other.csv uses 'review'" in error and "'Good' (other.csv) and 'good'" in error
+    assert "the files have different labels (books.jsonl: 'bad', 'good'; other.csv: 'Good', 'bad'), 3 classes" in error
+
+
+def test_an_estimate_may_be_withheld(adapted, capsys, monkeypatch):
+    from mtem.adapted import card
+    from mtem.cli import _summary
+
+    record = json.loads((adapted[0] / "run.json").read_text())
+    assert record["unit"] == "texts" and "Estimated accuracy on the target" in card(record)
+    record["texts"]["source_held_out"] = 7
+    none = {"before": None, "after": None}
+    for estimate in (none, None, {"before": record["estimate"]["before"], "after": None}):
+        changed = {**record, "estimate": estimate, "unit": "threads"}
+        _summary(changed, adapted[0])
+        shown = capsys.readouterr().out
+        assert "No accuracy estimate: only 7 source threads were held out" in card(changed)
+        if estimate in (none, None):
+            assert "no accuracy estimate: only 7 source threads were held out" in shown and "0.000" not in shown
+            assert "estimated accuracy" not in shown
+        else:
+            assert re.search(r"before +0\.\d{3}", shown) and re.search(r"after +withheld", shown)
+        assert "threads and indexes" in shown
+
+
+def test_engines_are_all_named(mtem):
+    engines = ("layerwise", "forward", "taylor", "second-order")
+    for words in (("adapt", "--help"), ("cost", "--help"), ("settings",)):
+        code, text, _ = mtem(*words)
+        flat = " ".join(text.replace("│", " ").split())
+        assert code == 0 and all(engine in flat for engine in engines), words
+    assert "layerwise (the default" in flat
+
+
 # ---------------------------------------------------------------------- bad input
 
 
@@ -436,6 +477,26 @@ def test_a_full_disk_leaves_nothing(mtem, adapted, reviews, tmp_path, monkeypatc
     place = tmp_path / f"out.{ending}"
     refused(mtem("predict", output, reviews["test"], "--output", place), place, "the disk is full", code=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_advice_after_a_full_disk_fits_the_command(mtem, adapted, reviews, encoder, tmp_path, monkeypatch):
+    from mtem import storage
+    from mtem.experiments import runner
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage, "save_file", full)
+    result = mtem(*adapt_arguments(reviews, encoder, tmp_path / "run"))
+    assert refused(result, "the disk is full", code=1)[-1].endswith("make room and run again with --resume")
+    monkeypatch.setattr(files.Writer, "_finish", full)
+    result = mtem("predict", adapted[0], reviews["test"], "--output", tmp_path / "out.csv")
+    assert refused(result, "the disk is full", code=1)[-1].endswith("make room and run again")
+    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(runner, "missing", lambda *_: storage.write_json(tmp_path / "cell.json", {}))
+    monkeypatch.setattr("mtem.experiments.splits.read", lambda *_: None)
+    result = mtem("reproduce", "general", "--data", tmp_path, "--results", tmp_path / "results", "--model", encoder)
+    assert refused(result, "the disk is full", code=1)[-1].endswith("make room and run again")
 
 
 def test_any_other_failure_of_the_system_is_one_line(mtem, adapted, reviews, tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_folder_that_cannot_be_renamed_puts_the_old_one_back(tmp_path, monkeypat
 def test_full_disk_is_told(tmp_path, folder, error):
     fill(tmp_path / "place", "old", folder)
     with (
-        pytest.raises(RunError, match=r"place: the disk is full; .*--resume") as caught,
+        pytest.raises(RunError, match=r"place: the disk is full; make room and run again$") as caught,
         replaced(tmp_path / "place") as temporary,
     ):
         fill(temporary, "new", folder)

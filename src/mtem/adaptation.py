@@ -14,7 +14,8 @@ import torch
 
 from mtem import methods, models, settings
 from mtem.adapted import Adapted
-from mtem.data.corpus import check_source, check_target
+from mtem.data import told
+from mtem.data.corpus import Corpus, check_source, check_target
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
 from mtem.models import encoders
@@ -82,31 +83,29 @@ def adapt(
 
     progress.say("reading the data")
     columns = {"text_column": text_column, "label_column": label_column}
-    labeled = load_corpus(source, labeled=True, name="source", **columns)
+
+    def read(data: Any, name: str, labeled: bool) -> Corpus:
+        corpus = load_corpus(data, labeled=labeled, name=name, **columns)
+        say_what_was_read(corpus, shape, progress)
+        return corpus
+
+    labeled = read(source, "source", labeled=True)
     check_source(labeled)
-    unlabeled = load_corpus(target, labeled=False, name="target", **columns)
+    unlabeled = read(target, "target", labeled=False)
     check_target(unlabeled, labeled)
     few = None
     if target_labeled is not None:
-        few = load_corpus(target_labeled, labeled=True, name="labeled target", **columns)
+        few = read(target_labeled, "labeled target", labeled=True)
         few.label_numbers(labeled.classes)  # refuses a class that the source does not have
     elif kind.needs_target_labels:
-        raise RequestError(f"method '{method}' needs labeled target texts: give --target-labeled")
-    for corpus in (labeled, unlabeled, few):
-        for line in corpus.notices if corpus is not None else ():
-            progress.notice(line)
-        if corpus is not None and shape.threads and not corpus.threaded:
-            progress.notice(f"{corpus.name}: these are texts without replies, of which {model} sees no more than the words")
-        if corpus is not None and corpus.threaded and not shape.threads:
-            progress.notice(
-                f"{corpus.name}: these are threads, of which an encoder sees the first post; --model bigcn sees the replies"
-            )
+        raise RequestError(f"method '{method}' needs labeled target {unlabeled.unit}: give --target-labeled")
 
     request = {
         "method": method,
         "preset": preset,
         "model": str(model),
         "classes": list(labeled.classes),
+        "unit": unlabeled.unit,
         "settings": settings.record(training, parts["method"], parts["model"]),
         "data": {
             "source": list(labeled.files),
@@ -144,6 +143,20 @@ def adapt(
             observe=observe,
         )  # fmt: skip
         return run.go(resume)
+
+
+def say_what_was_read(corpus: Corpus, shape: type[Model], progress: Progress) -> None:
+    """A line for each file, then what a person should know about them."""
+    for line in told.lines(corpus):
+        progress.say(line)
+    for line in (*corpus.notices, *told.notices(corpus)):
+        progress.notice(line)
+    if shape.threads and not corpus.threaded:
+        progress.notice(f"{corpus.name}: these are texts without replies, of which bigcn sees no more than the words")
+    if corpus.threaded and not shape.threads:
+        progress.notice(
+            f"{corpus.name}: these are threads, of which an encoder sees the first post; --model bigcn sees the replies"
+        )
 
 
 def find_settings(model: str | os.PathLike[str], method: str, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mtem import inference, models, weights
 from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
+from mtem.models import intact
 from mtem.models.base import Model
 from mtem.storage import read_json, read_tensors, replaced, write_json, write_tensors
 
@@ -48,11 +49,21 @@ class Adapted:
         if not (path / "run.json").is_file():
             if (path / "config.json").is_file():
                 return cls(models.load(path), {}, path=path)
-            raise RequestError(f"{path}: neither a run (run.json) nor a model (config.json) is there")
+            raise RequestError(
+                f"{path}: neither a run (run.json) nor a model (config.json) is there; give the --output folder of 'mtem adapt'"
+            )
         record = read_json(path / "run.json")
+        if not isinstance(record, dict):
+            raise RequestError(f"{path / 'run.json'}: is no record of a run; give the --output folder of 'mtem adapt'")
         if record.get("status") != "done":
             raise RequestError(f"{path}: this run is not finished; finish it with 'mtem adapt ... --resume'")
-        return cls(models.load(path / "model"), record, path=path)
+        model = models.load(path / "model")
+        if list(model.classes) != record.get("classes", list(model.classes)):
+            raise RequestError(
+                f"{path}: its model has the classes {', '.join(model.classes)} and its run.json says "
+                f"{', '.join(map(str, record['classes']))}; {intact.AGAIN}"
+            )
+        return cls(model, record, path=path)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -96,8 +107,22 @@ class Adapted:
     def _kept_source(self) -> dict[str, Tensor] | None:
         if self._source_weights is None and self.path is not None:
             place = self.path / "checkpoints" / "source.safetensors"
-            self._source_weights = read_tensors(place) if place.is_file() else None
+            self._source_weights = self._read_source(place) if place.is_file() else None
         return self._source_weights
+
+    def _read_source(self, place: Path) -> dict[str, Tensor]:
+        """The weights that were trained, of the model before the adaptation. Refuses what is not all of them, or no numbers."""
+        try:
+            kept = read_tensors(place)
+        except Exception as error:  # safetensors has a type of its own
+            raise RequestError(f"{place}: cannot be read ({error}); {intact.AGAIN}") from error
+        frozen = self.record.get("resolved", {}).get("frozen_layers", 0)
+        depths = self.model.depths() if frozen else {}
+        buffers = weights.head_buffers(self.model)
+        trained = {name for name, _ in self.model.named_parameters() if not frozen or depths[name] > frozen} | set(buffers)
+        wanted = {name: value for name, value in weights.everything(self.model).items() if name in trained}
+        intact.check_tensors(kept, wanted, str(place))
+        return kept
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run directory; each piece whole or not at all, run.json last."""
@@ -133,13 +158,31 @@ def index_table(target: Corpus, classes: Sequence[str], scores: np.ndarray, inde
     return pa.table(columns)
 
 
+def withheld(record: dict[str, Any]) -> str:
+    """Why a run gives no estimate, in words."""
+    count, unit = record["texts"]["source_held_out"], record.get("unit", "texts")
+    counted = f"{count} source {unit[:-1] if count == 1 else unit} {'was' if count == 1 else 'were'}"
+    return f"no accuracy estimate: only {counted} held out, too few for one; give more labeled {unit}, or measure on labeled ones"
+
+
+def _estimated(record: dict[str, Any]) -> str:
+    estimate = (record.get("estimate") or {}).get("after")
+    if estimate is None:
+        told = withheld(record)
+        return told[0].upper() + told[1:] + "."
+    return (
+        f"Estimated accuracy on the target, without labels: {estimate['accuracy']:.3f} "
+        f"({estimate['low']:.3f} to {estimate['high']:.3f})"
+    )
+
+
 def card(record: dict[str, Any]) -> str:
     """A model card from the run's record."""
     lines = ["---", "library_name: transformers", "pipeline_tag: text-classification", "---", "# A text classifier"]
     if record.get("model") == models.BIGCN:
         lines = ["---", "library_name: mtem", "---", "# A classifier of threads"]
     if record:
-        texts, choice, estimate = record["texts"], record["selection"], record["estimate"]["after"]
+        texts, choice, unit = record["texts"], record["selection"], record.get("unit", "texts")
         kept = "The source model was kept." if choice["kept_source_model"] else f"Weights of step {choice['chosen_step']}."
         lines += [
             "",
@@ -147,10 +190,9 @@ def card(record: dict[str, Any]) -> str:
             f"seed {record['seed']}) from `{record['model']}`.",
             "",
             f"- Classes: {', '.join(record['classes'])}",
-            f"- Labeled texts trained on: {texts['source_trained_on']}; unlabeled target texts: {texts['target']}",
+            f"- Labeled {unit} trained on: {texts['source_trained_on']}; unlabeled target {unit}: {texts['target']}",
             f"- Weights chosen by `{choice['criterion']}`, without target labels. {kept}",
-            f"- Estimated accuracy on the target, without labels: {estimate['accuracy']:.3f} "
-            f"({estimate['low']:.3f} to {estimate['high']:.3f})",
+            f"- {_estimated(record)}",
             *(f"- Warning: {line}" for line in record["warnings"]),
             "",
         ]

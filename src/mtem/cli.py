@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mtem.errors import RequestError, RunError
+from mtem.errors import DiskFull, RequestError, RunError
 from mtem.experiments.command import reproduce
 from mtem.progress import Progress
 
@@ -32,7 +32,11 @@ app.command()(reproduce)
 
 out = Console(soft_wrap=True, highlight=False)
 INTERRUPTED = 130  # what typer makes of Ctrl-C
-GOING_ON = {"adapt": "; the same command with --resume goes on", "reproduce": "; the same command goes on from here"}
+GOING_ON = {
+    "adapt": "; the same command with --resume goes on",
+    "demo": "; the same command goes on from here",
+    "reproduce": "; the same command goes on from here",
+}
 
 Column = Annotated[str | None, typer.Option(help="Name of the column; the usual names are found without it.")]
 
@@ -57,9 +61,9 @@ def adapt(
     source: Annotated[
         list[Path], typer.Option(help="Labeled texts or threads (csv, tsv, jsonl, parquet; .gz too). May be given again.")
     ],
-    target: Annotated[list[Path], typer.Option(help="Unlabeled texts of the new domain. May be given again.")],
+    target: Annotated[list[Path], typer.Option(help="Unlabeled texts or threads of the new domain. May be given again.")],
     output: Annotated[Path, typer.Option(help="Folder for the run; it must not hold another one.")],
-    target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled texts of the new domain.")] = None,
+    target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled ones of the new domain.")] = None,
     model: Annotated[
         str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name; or 'bigcn' for reply trees.")
     ] = "minilm",
@@ -73,7 +77,10 @@ def adapt(
     preset: Annotated[
         str, typer.Option(help="'recommended', or 'paper': the algorithm and constants as printed.")
     ] = "recommended",
-    engine: Annotated[str | None, typer.Option(help="Index gradient: forward (exact), taylor, second-order.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Index gradient: layerwise (exact; the default), forward (exact), taylor, second-order (exact)."),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; see 'mtem settings'.")
     ] = None,
@@ -150,7 +157,7 @@ def predict(
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    file: Annotated[Path, typer.Argument(help="Labeled texts.")],
+    file: Annotated[Path, typer.Argument(help="Labeled texts or threads.")],
     compare: Annotated[bool, typer.Option("--compare", help="Also the model before the adaptation.")] = False,
     text_column: Column = None,
     label_column: Column = None,
@@ -192,7 +199,7 @@ def evaluate(
     for name, value in found.items():
         if compare:
             out.print(Text(f"{name} the adaptation", style="bold"))
-        metrics.render(value, out)
+        metrics.render(value, out, corpus.unit)
 
 
 @app.command()
@@ -264,7 +271,13 @@ def show_cost(
     model: Annotated[str, typer.Option(help="An encoder, or the shape 'bert-base' or 'minilm' with random weights.")] = "minilm",
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "50",
     length: Annotated[int, typer.Option(help="Tokens of every text.")] = 128,
-    engines: Annotated[str | None, typer.Option(help="Some of the rows, with semicolons; all without it.")] = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of the rows, with semicolons; all without it: plain; layerwise (the engine that 'mtem adapt' takes unless "
+            "told otherwise); layerwise, pieces 2; layerwise, v at theta; forward; taylor; second-order."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "auto",
     attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
@@ -338,19 +351,25 @@ def prepare(
 
 
 def _summary(record: dict[str, Any], output: Path) -> None:
-    before, after = record["estimate"]["before"], record["estimate"]["after"]
+    from mtem.adapted import withheld
+
     choice = record["selection"]
     if choice["kept_source_model"]:
         kept = "the source model was kept" if record["steps"]["adapt"] else "source training only"
     else:
         kept = f"weights of step {choice['chosen_step']} of {record['steps']['adapt']}, chosen by {choice['criterion']}"
     out.print(Text(kept))
-    out.print("estimated accuracy on the target, without labels (95 % interval):")
-    for name, value in (("before", before), ("after", after)):
-        out.print(f"  {name:<7}{value['accuracy']:.3f}  ({value['low']:.3f} to {value['high']:.3f})")
-    out.print(
-        Text(f"model: {output / 'model'}   record: {output / 'run.json'}   texts and indexes: {output / 'indexes.parquet'}")
-    )
+    estimates = record.get("estimate") or {}
+    if not any(estimates.get(name) for name in ("before", "after")):
+        out.print(Text(withheld(record), style="yellow"))
+    else:
+        out.print("estimated accuracy on the target, without labels (95 % interval):")
+        for name in ("before", "after"):
+            value = estimates.get(name)
+            told = "withheld" if value is None else f"{value['accuracy']:.3f}  ({value['low']:.3f} to {value['high']:.3f})"
+            out.print(f"  {name:<7}{told}")
+    what = f"{record.get('unit', 'texts')} and indexes"
+    out.print(Text(f"model: {output / 'model'}   record: {output / 'run.json'}   {what}: {output / 'indexes.parquet'}"))
 
 
 def _settings(given: list[str] | None) -> dict[str, Any]:
@@ -381,13 +400,18 @@ def main() -> None:
     except RequestError as error:
         _fail(str(error), 2)
     except RunError as error:
-        _fail(str(error), 1)
+        resume = isinstance(error, DiskFull) and _command() == "adapt"  # the others have no such option: running again is enough
+        _fail(str(error) + (" with --resume" if resume else ""), 1)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            _fail("interrupted" + GOING_ON.get(next(iter(sys.argv[1:]), ""), ""), INTERRUPTED)
+            _fail("interrupted" + GOING_ON.get(_command(), ""), INTERRUPTED)
         raise
+
+
+def _command() -> str:
+    return next(iter(sys.argv[1:]), "")
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -46,7 +46,7 @@ def run(output: Path, console: Console, progress: Progress) -> Adapted:
 def show(adapted: Adapted, console: Console, progress: Progress) -> None:
     test = load_corpus(str(sample_path("kitchen-test.jsonl.gz")), labeled=True)
     before = adapted.source_model()
-    estimates = adapted.record["estimate"]
+    estimates = adapted.record.get("estimate") or {}
     console.print(Text(f"kitchen reviews: accuracy on {len(test)} labeled ones that no step has seen", style="bold"))
     for name, model in (("before", before), ("after", adapted.model)):
         if model is None:
@@ -55,11 +55,11 @@ def show(adapted: Adapted, console: Console, progress: Progress) -> None:
         with progress.stage(f"testing the model {name} the adaptation", len(tokens)):
             scores = inference.score(model, tokens, progress=progress).scores
         figures = metrics.evaluate(test.label_numbers(adapted.classes), scores.argmax(axis=1), adapted.classes)
-        guess = estimates[name]
-        console.print(
-            f"  {name:<7}{figures.accuracy:.3f}   estimated without labels {guess['accuracy']:.3f} "
-            f"(95 % interval {guess['low']:.3f} to {guess['high']:.3f})"
-        )
+        guess = estimates.get(name)
+        told = "no estimate without labels"
+        if guess is not None:
+            told = f"estimated without labels {guess['accuracy']:.3f} (95 % interval {guess['low']:.3f} to {guess['high']:.3f})"
+        console.print(f"  {name:<7}{figures.accuracy:.3f}   {told}")
     chosen = adapted.record["selection"]
     if chosen["kept_source_model"]:
         console.print("  the source model was kept: without labels nothing looked better")

@@ -16,8 +16,7 @@ import torch
 
 from mtem.data import files
 from mtem.data.batching import sequential
-from mtem.data.cells import encodable, is_missing
-from mtem.data.loading import example_column
+from mtem.data.loading import example_column, text_cell
 from mtem.data.trees import NODES, Tree, tree_of_row
 from mtem.errors import RequestError
 from mtem.models.scoring import scorers
@@ -167,7 +166,8 @@ def predict_file(
             if threaded:
                 trees = [tree_of_row(record, f"{path}: row {row}") for row, record in block]
             else:
-                trees = [Tree([_text(record.get(column))], [-1]) for record in records]
+                named = text_column is not None
+                trees = [Tree([text_cell(record, column, f"{path}: row {row}", named=named)], [-1]) for row, record in block]
             known = [number for number, tree in enumerate(trees) if not tree.blank]
             found = predict_texts(model, [trees[number] for number in known]) if known else np.zeros((0, len(model.classes)))
             given = dict(zip(known, found, strict=True))
@@ -190,14 +190,6 @@ def predict_file(
 
 def _taken(path: Path, column: str, row: str = "") -> RequestError:
     return RequestError(f"{path}:{row} it has a column '{column}' already, which the predictions would overwrite: rename it")
-
-
-def _text(value: Any) -> str:
-    """The text in a cell as the corpora read it, "" where there is none."""
-    if is_missing(value):
-        return ""
-    text = encodable((value.decode(errors="replace") if isinstance(value, bytes) else str(value)).replace("\x00", ""))
-    return text if text.strip() else ""
 
 
 def _blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:

@@ -113,8 +113,8 @@ def evaluate(
     )
 
 
-def render(metrics: Metrics, console: Console) -> None:
-    """Print a headline, the figures by class and the confusion matrix.
+def render(metrics: Metrics, console: Console, unit: str = "texts") -> None:
+    """Print a headline, the figures by class and the confusion matrix; `unit` is what the examples are called.
 
     The matrix heads its columns with class names while they fit the console, with class numbers otherwise, and goes on
     below where even those do not fit.
@@ -122,11 +122,11 @@ def render(metrics: Metrics, console: Console) -> None:
     headline = f"accuracy {metrics.accuracy:.4f}   macro-F1 {metrics.macro_f1:.4f}"
     if metrics.log_loss is not None:
         headline += f"   log loss {metrics.log_loss:.4f}   calibration error {metrics.calibration_error:.4f}"
-    console.print(Text(f"{headline}   {metrics.n} texts", style="bold"))
+    console.print(Text(f"{headline}   {metrics.n} {unit}", style="bold"))
 
     names = [_shortened(each.name) for each in metrics.per_class]
     table = Table(box=None, pad_edge=False)
-    for column in ("class", "precision", "recall", "F1", "F1 if all", "avg precision", "texts"):
+    for column in ("class", "precision", "recall", "F1", "F1 if all", "avg precision", unit):
         table.add_column(column, justify="left" if column == "class" else "right", no_wrap=True)
     for name, each in zip(names, metrics.per_class, strict=True):
         figures = (f"{figure:.4f}" for figure in (each.precision, each.recall, each.f1))
@@ -134,7 +134,7 @@ def render(metrics: Metrics, console: Console) -> None:
         table.add_row(Text(name), *figures, f"{each.trivial_f1:.4f}", ranked, str(each.support))
     console.print()
     console.print(table)
-    console.print(Text("F1 if all: of a classifier that gives every text this class", style="dim"))
+    console.print(Text(f"F1 if all: of a classifier that gives all {unit} this class", style="dim"))
 
     cells = [[str(count) if count else "·" for count in row] for row in metrics.confusion.tolist()]
     digits = max(len(cell) for row in cells for cell in row)

@@ -22,7 +22,13 @@ from mtem.errors import RequestError
 _BATCH_ROWS = 8192
 _IN_MEMORY = 1 << 26  # a selection with more bytes of text than this goes to the cache instead of into memory
 _WHOLE_FLOAT = re.compile(r"[+-]?[0-9]{1,400}\.0*")
+_BETWEEN = re.compile(r"(?<=[^\W\d_])[\s_-]+(?=[^\W\d_])")  # not the sign of a number
 _NOT_LETTERS = re.compile(r"[\W_]+")
+
+
+def spelling(name: str) -> str:
+    """What two names share when they differ only in upper and lower case and in what stands between words (space, '-', '_')."""
+    return _BETWEEN.sub("", name.casefold())
 
 
 def text_key(text: str) -> str:
@@ -47,7 +53,8 @@ class Corpus:
     notices
         What a person should know about the data, one line each.
     files
-        One entry per file: path, name, domain, sha256, rows kept, text_column, label_column, texts (their sha256).
+        One entry per file: path, name, domain, sha256, rows kept, empty (rows left out), threads (whether it holds threads),
+        text_column, label_column, texts (their sha256).
     """
 
     table: pa.Table
@@ -62,7 +69,7 @@ class Corpus:
 
     def __repr__(self) -> str:
         classes = f", classes {list(self.classes)}" if self.labeled else ", unlabeled"
-        return f"Corpus({self.name!r}, {len(self)} {'threads' if self.threaded else 'texts'}{classes}, domains {self.domains})"
+        return f"Corpus({self.name!r}, {len(self)} {self.unit}{classes}, domains {self.domains})"
 
     @property
     def labeled(self) -> bool:
@@ -72,6 +79,11 @@ class Corpus:
     def threaded(self) -> bool:
         """Whether the examples are threads: trees of posts and not single texts."""
         return "tree" in self.table.column_names
+
+    @property
+    def unit(self) -> str:
+        """What messages call the examples."""
+        return "threads" if self.threaded else "texts"
 
     @cached_property
     def _starts(self) -> dict[str, np.ndarray]:
@@ -126,8 +138,10 @@ class Corpus:
         if found.null_count:
             i = int(pc.index(pc.is_null(found), True).as_py())
             label = self.table.column("label")[i].as_py()
+            alike = next((name for name in classes if spelling(name) == spelling(label)), None)
+            meant = "" if alike is None else f"; write {alike!r} if that is meant"
             raise RequestError(
-                f"{self.where(i)}{self._column_of(i)}: label {label!r} is unknown; the classes are {listed(classes)}"
+                f"{self.where(i)}{self._column_of(i)}: label {label!r} is unknown; the classes are {listed(classes)}{meant}"
             )
         return found.to_numpy().astype(np.int64)
 
@@ -280,7 +294,7 @@ def check_source(corpus: Corpus) -> None:
             i = int(pc.index(corpus.table.column("label"), label).as_py())
             raise RequestError(
                 f"{corpus.where(i)}{corpus._column_of(i)}: label {label!r} is there only once; "
-                "add more texts of that class or remove this one"
+                f"add more {corpus.unit} of that class or remove this one"
             )
 
 
@@ -289,10 +303,10 @@ def check_target(target: Corpus, source: Corpus) -> None:
     for entry in target.files:
         for other in source.files:
             if (entry["sha256"] and entry["sha256"] == other["sha256"]) or entry["texts"] == other["texts"]:
-                same = "the same file as" if entry["path"] == other["path"] else "the same texts as"
+                same = "the same file as" if entry["path"] == other["path"] else f"the same {target.unit} as"
                 raise RequestError(
                     f"{entry['path']}: the target is {same} the source {other['path']}; "
-                    "the target must be the unlabeled texts of another domain"
+                    f"the target must be the unlabeled {target.unit} of another domain"
                 )
 
 

@@ -34,7 +34,7 @@ LABEL_COLUMNS = (
     "rating", "stars", "intent", "topic",
 )  # fmt: skip
 
-_FORMAT = "2"  # part of every cache address: raise it when what is written changes
+_FORMAT = "3"  # part of every cache address: raise it when what is written changes
 _BATCH_ROWS = 8192
 _BATCH_CHARACTERS = 1 << 25
 _POSTS = re.compile(r"\s*\[\s*\{")  # how JSON that spells a list of objects begins
@@ -301,6 +301,22 @@ def example_column(path: str | Path, text_column: str | None = None) -> tuple[st
     return columns.example, columns.threaded
 
 
+def text_cell(record: Mapping[str, Any], column: str, where: str, *, named: bool) -> str:
+    """The text in a row's `column`, "" where there is none; RequestError for what is no text. `named`: the user named it."""
+    if not named and isinstance(record.get(trees.NODES), list):
+        raise RequestError(
+            f"{where}: is a thread (it has {trees.NODES!r}) and the first row is a text; "
+            "put threads and texts into files of their own, or name the column to read with --text-column"
+        )
+    value = record.get(column)
+    try:
+        return text_of(value)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{where}, column {column!r}: byte 0x{value[error.start]:02X} is not UTF-8") from None
+    except TypeError as error:
+        raise RequestError(f"{where}, column {column!r}: {error}; name another column with --text-column") from None
+
+
 class _Columns(NamedTuple):
     example: str  # what holds the text, or the posts of the thread
     label: str | None
@@ -399,6 +415,7 @@ class _Reading:
             notices.append(f"column {self.columns.label!r} is ignored: this data is used without labels")
         self.metadata.update(
             notices="\n".join(notices),
+            empty=str(empty),
             texts=texts_sha.hexdigest(),
             fingerprint=fingerprint_of(texts_sha.hexdigest(), labels_sha.hexdigest() if self.labeled else ""),
         )
@@ -420,19 +437,7 @@ class _Reading:
 
     def _text(self, row: int, record: dict[str, Any]) -> str:
         """The text of a record, "" where there is none."""
-        if not self.text_named and isinstance(record.get(trees.NODES), list):
-            raise RequestError(
-                f"{self.name}: row {row}: is a thread (it has {trees.NODES!r}) and the first row is a text; "
-                "put threads and texts into files of their own, or name the column to read with --text-column"
-            )
-        value = record.get(self.columns.example)
-        place = f"{self.name}: row {row}, column {self.columns.example!r}"
-        try:
-            return text_of(value)
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{place}: byte 0x{value[error.start]:02X} is not UTF-8") from None
-        except TypeError as error:
-            raise RequestError(f"{place}: {error}; name another column with --text-column") from None
+        return text_cell(record, self.columns.example, f"{self.name}: row {row}", named=self.text_named)
 
     def _label(self, row: int, value: Any) -> str:
         if isinstance(value, (list, dict)):
@@ -467,6 +472,8 @@ def _corpus(
         "domain": domain,
         "sha256": sha256,
         "rows": table.num_rows,
+        "empty": int(metadata["empty"]),
+        "threads": reading.columns.threaded,
         "text_column": reading.columns.example,
         "label_column": reading.columns.label if request.labeled else None,
         "texts": metadata["texts"],

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtem.errors import RequestError
 from mtem.models import encoders
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from mtem.training import TrainingSettings
 
 BIGCN = "bigcn"  # any other name is an encoder's
+MODEL_TYPE = "mtem-bigcn"  # in the configuration of a saved one
 
 
 def kind(name: str | os.PathLike[str]) -> type[Model]:
@@ -34,6 +36,11 @@ def find(name: str | os.PathLike[str], settings: Any) -> str:
     if os.fspath(name) == BIGCN:
         settings.check()
         return BIGCN
+    if _says_threads(Path(name)):
+        raise RequestError(
+            f"{os.fspath(name)}: holds a model of threads; give --model bigcn, and the run that it is of as --source-model "
+            "to begin from it"
+        )
     return encoders.find(name)
 
 
@@ -60,14 +67,17 @@ def create(
 
 
 def load(directory: str | os.PathLike[str]) -> Model:
-    """A saved model of either kind."""
+    """A saved model of either kind. Refuses one that is not whole."""
     from mtem.models.text import TextModel
-    from mtem.models.trees import MODEL_TYPE, TreeModel
+    from mtem.models.trees import TreeModel
 
+    return TreeModel.load(directory) if _says_threads(Path(directory)) else TextModel.load(directory)
+
+
+def _says_threads(directory: Path) -> bool:
+    """Whether a directory's configuration is that of a model of threads."""
     try:
-        told = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        told = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there or damaged: the reader of encoders knows what to say
-        told = None
-    if isinstance(told, dict) and told.get("model_type") == MODEL_TYPE:
-        return TreeModel.load(directory)
-    return TextModel.load(directory)
+        return False
+    return isinstance(told, dict) and told.get("model_type") == MODEL_TYPE

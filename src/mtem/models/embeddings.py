@@ -21,7 +21,7 @@ from mtem.data.cache import cache_folder, fingerprint_of
 from mtem.data.tokens import encode as token_numbers
 from mtem.data.tokens import tokenizer_fingerprint
 from mtem.errors import RequestError
-from mtem.models import encoders
+from mtem.models import encoders, intact
 from mtem.models.node_features import Arrays, NodeFeatures
 from mtem.models.text import longest, quietly
 
@@ -44,17 +44,26 @@ class Embeddings(NodeFeatures):
 
     @classmethod
     def find(cls, name: str | os.PathLike[str], max_length: int) -> Embeddings:
-        place = encoders.find(name)
+        """An encoder by a packaged name, a directory or a Hugging Face name."""
+        return cls._of(encoders.find(name, encoders.FEATURES_OPTION), str(name), max_length)
+
+    @classmethod
+    def _of(cls, place: str, name: str, max_length: int, *, exactly: bool = False) -> Embeddings:
         safe: dict[str, Any] = {"trust_remote_code": False}  # and only safetensors: a model directory is data
         try:
             with quietly():
                 tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, **safe)
                 config = AutoConfig.from_pretrained(place, **safe)
-                network = AutoModel.from_pretrained(place, config=config, use_safetensors=True, dtype=torch.float32, **safe)
+                network, info = AutoModel.from_pretrained(
+                    place, config=config, use_safetensors=True, dtype=torch.float32, ignore_mismatched_sizes=True,
+                    output_loading_info=True, **safe,
+                )  # fmt: skip
+            intact.check_loaded(network, info, name, classifier=False)
+            intact.check_tokenizer(tokenizer, network.get_input_embeddings(), Path(place), name, exactly=exactly)
+        except RequestError:
+            raise
         except Exception as error:  # damaged files fail in as many ways as there are files
-            raise encoders.unreachable(str(name), error) from error
-        if tokenizer.pad_token_id is None:
-            raise RequestError(f"encoder '{name}': its tokenizer has no padding token")
+            raise encoders.damaged(name, error) from error
         return cls(network, tokenizer, max_length)
 
     def encode(self, texts: Sequence[str], device: torch.device | None = None, store: Store | None = None) -> Arrays:
@@ -101,7 +110,9 @@ class Embeddings(NodeFeatures):
 
     @classmethod
     def load(cls, directory: Path) -> Embeddings:
-        return cls.find((directory / "encoder").absolute(), 1 << 30)
+        place = directory / "encoder"
+        intact.check_files(place, str(place))
+        return cls._of(str(place.absolute()), str(place), 1 << 30, exactly=True)
 
 
 class Store:

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from mtem.data.cache import fingerprint_of
 from mtem.errors import RequestError
+from mtem.models import intact
 from mtem.storage import read_json, write_json
 
 Arrays = dict[str, np.ndarray]
@@ -74,9 +75,20 @@ class Vocabulary:
         save_file({"idf": self.idf, **tensors}, directory / "vocabulary.safetensors")
 
     @classmethod
-    def load(cls, directory: Path) -> tuple[Vocabulary, dict[str, np.ndarray]]:
-        tensors = load_file(directory / "vocabulary.safetensors")
-        return cls(read_json(directory / "vocabulary.json"), tensors.pop("idf")), tensors
+    def load(cls, directory: Path, *others: str) -> tuple[Vocabulary, dict[str, np.ndarray]]:
+        """The words, and the `others` of the tensors saved with them."""
+        file = directory / "vocabulary.safetensors"
+        for path in (directory / "vocabulary.json", file):
+            if not path.is_file():
+                raise RequestError(f"{path}: no such file, and the model needs its words; {intact.AGAIN}")
+        names, tensors = read_json(directory / "vocabulary.json"), load_file(file)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+            raise RequestError(f"{directory / 'vocabulary.json'}: a list of different words is wanted; {intact.AGAIN}")
+        for key in ("idf", *others):
+            if key not in tensors or len(tensors[key]) != len(names) or not np.isfinite(tensors[key]).all():
+                wrong = "has no" if key not in tensors else "has numbers that are none, or not one for each word, in"
+                raise RequestError(f"{file}: {wrong} '{key}'; {intact.AGAIN}")
+        return cls(names, tensors.pop("idf")), tensors
 
     def fingerprint(self) -> str:
         return fingerprint_of("\n".join(self.names), self.idf.tobytes())
@@ -173,7 +185,7 @@ class Vectors(NodeFeatures):
 
     @classmethod
     def load(cls, directory: Path) -> Vectors:
-        vocabulary, tensors = Vocabulary.load(directory)
+        vocabulary, tensors = Vocabulary.load(directory, "vectors")
         return cls(vocabulary, tensors["vectors"])
 
 

@@ -21,7 +21,7 @@ from mtem.data.batching import on_device
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
-from mtem.models import encoders
+from mtem.models import encoders, intact
 from mtem.models.base import CosineHead, Inputs, Model
 from mtem.models.frozen import FrozenTokens, frozen_tokens, run_lower, same_function, upper_part
 from mtem.progress import Progress
@@ -58,21 +58,25 @@ class TextModel(Model):
         """A pretrained encoder with a new head for `classes`; the head is drawn from torch's global generator."""
         labels = dict(enumerate(classes))
         network, tokenizer = _load(
-            name,
+            encoders.find(name),
+            str(name),
             attention,
             num_labels=len(classes),
             id2label=labels,
             label2id={label: number for number, label in labels.items()},
             problem_type="single_label_classification",
-            ignore_mismatched_sizes=True,
         )
         network.config.__dict__.pop(COSINE, None)  # of the run that made the encoder: this head is a new one
         return cls(network, tokenizer, min(max_length, longest(network, tokenizer)))
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, attention: str | None = None) -> TextModel:
-        """A model that `save` wrote, or any text classifier in the same form."""
-        network, tokenizer = _load(directory, attention)
+        """A model that `save` wrote, or any text classifier in the same form; every one of its weights must be there."""
+        place = Path(directory).absolute()  # never the name of an encoder elsewhere
+        if not place.is_dir():
+            raise RequestError(f"{directory}: no such folder; {intact.AGAIN}")
+        intact.check_files(place, str(directory))
+        network, tokenizer = _load(str(place), str(directory), attention, classifier=True)
         model = cls(network, tokenizer, longest(network, tokenizer))
         temperature = getattr(network.config, COSINE, None)
         if temperature:
@@ -344,30 +348,42 @@ def longest(network: nn.Module, tokenizer: Any) -> int:
     return int(min(positions, declared))
 
 
-def _load(name: str | os.PathLike[str], attention: str | None, **config: Any) -> tuple[nn.Module, Any]:
-    place = encoders.find(name)
+def _load(place: str, name: str, attention: str | None, *, classifier: bool = False, **config: Any) -> tuple[nn.Module, Any]:
+    """The network and tokenizer in the directory `place`, which messages call `name`. A `classifier` has its head already."""
     # Remote code is never run and only safetensors are read: a model directory is data.
     safe: dict[str, Any] = {"trust_remote_code": False}
     try:
         with quietly():
             tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, **safe)
-            mismatched = config.pop("ignore_mismatched_sizes", False)
             configuration = AutoConfig.from_pretrained(place, **config, **safe)
-            network = AutoModelForSequenceClassification.from_pretrained(
+            if classifier:
+                _check_classes(configuration, name)
+            network, info = AutoModelForSequenceClassification.from_pretrained(
                 place,
                 config=configuration,
                 use_safetensors=True,
                 dtype=torch.float32,
-                ignore_mismatched_sizes=mismatched,
+                ignore_mismatched_sizes=True,  # those that must match are looked at below
+                output_loading_info=True,
                 **({"attn_implementation": attention} if attention else {}),
                 **safe,
             )
+        intact.check_loaded(network, info, name, classifier=classifier)
+        intact.check_tokenizer(tokenizer, network.get_input_embeddings(), Path(place), name, exactly=classifier)
+    except RequestError:
+        raise
     except Exception as error:  # damaged files fail in as many ways as there are files
-        raise encoders.unreachable(str(name), error) from error
-    if tokenizer.pad_token_id is None:
-        raise RequestError(f"encoder '{name}': its tokenizer has no padding token")
+        raise encoders.damaged(name, error) from error
     network.config.pad_token_id = tokenizer.pad_token_id
     return network, tokenizer
+
+
+def _check_classes(configuration: Any, name: str) -> None:
+    names = configuration.id2label or {}
+    if sorted(names) != list(range(len(names))) or len(set(map(str, names.values()))) != len(names) or len(names) < 2:
+        raise RequestError(
+            f"{name}: its config.json names the classes {names} (id2label); two or more, numbered from 0, are wanted"
+        )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from mtem.data.cache import cache_folder, fingerprint_of
 from mtem.data.corpus import Corpus
 from mtem.data.trees import Tree
 from mtem.errors import RequestError
-from mtem.models import encoders, tree_views
+from mtem.models import MODEL_TYPE, encoders, intact, tree_views
 from mtem.models.base import CosineHead, Inputs, Model
 from mtem.models.bigcn import BiGCN, Dense, Graph, Sparse
 from mtem.models.embeddings import Embeddings
@@ -27,7 +27,6 @@ from mtem.models.threads import Threads, stored
 from mtem.settings import setting
 from mtem.storage import read_json, read_tensors, write_json, write_tensors
 
-MODEL_TYPE = "mtem-bigcn"
 KINDS: dict[str, Any] = {kind.kind: kind for kind in (Tfidf, Vectors, Embeddings)}
 _FORMAT = 1  # of a saved model, and part of every cache address: raise it when what is written changes
 _POSTS = 2048  # encoded at once
@@ -57,7 +56,7 @@ class BigcnSettings:
         if self.features == "vectors" and not Path(str(self.vectors)).is_file():
             raise RequestError(f"vectors={self.vectors}: no such file; lines 'word v1 v2 ...' are wanted")
         if self.features == "encoder":
-            encoders.find(self.encoder)
+            encoders.find(self.encoder, encoders.FEATURES_OPTION)
 
 
 class TreeModel(Model):
@@ -142,20 +141,28 @@ class TreeModel(Model):
                 raise RequestError(f"{directory}: holds a model of type {record['model_type']!r}, not {MODEL_TYPE!r}")
             if record["format"] > _FORMAT or record["text_version"] != TEXT_VERSION:
                 raise RequestError(f"{directory}: was written by another version of mtem; this one cannot read it")
+            classes = _checked_classes(record["classes"], directory)
             features = KINDS[record["features"]].load(directory)
-            network = BiGCN(
-                features.width, len(record["classes"]), record["hidden"], record["graph_dropout"], record["drop_edge"]
-            )
+            if features.width != record["width"]:
+                raise RequestError(
+                    f"{directory}: its {features.kind} features are of width {features.width} and its config.json says "
+                    f"{record['width']}; {intact.AGAIN}"
+                )
+            network = BiGCN(features.width, len(classes), record["hidden"], record["graph_dropout"], record["drop_edge"])
             if record["cosine_temperature"] is not None:
                 network.head = CosineHead(network.head, record["cosine_temperature"])
-            network.load_state_dict(read_tensors(directory / "model.safetensors"))
-            return cls(network, features, record["classes"])
+            weights = read_tensors(directory / intact.WEIGHTS)
+            intact.check_tensors(weights, network.state_dict(), f"{directory}: {intact.WEIGHTS}")
+            network.load_state_dict(weights)
+            return cls(network, features, classes)
         except RequestError:
             raise
+        except FileNotFoundError as error:
+            raise RequestError(f"{error.filename or error}: no such file, and the model needs it; {intact.AGAIN}") from None
         except Exception as error:  # damaged files fail in as many ways as there are files
             told = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {told[0][:160]}" if told else type(error).__name__
-            raise RequestError(f"{directory}: is no model of threads, or a damaged one ({reason})") from error
+            raise RequestError(f"{directory}: is no model of threads, or a damaged one ({reason}); {intact.AGAIN}") from error
 
     # ------------------------------------------------------------------ from threads to tensors
 
@@ -245,6 +252,12 @@ class TreeModel(Model):
 
     def keep_lower(self, threads: Threads, path: Path, progress: Any, name: str, limit: float) -> Threads:
         return threads
+
+
+def _checked_classes(names: Any, directory: Path) -> list[str]:
+    if not isinstance(names, list) or len(names) < 2 or len(set(map(str, names))) != len(names):
+        raise RequestError(f"{directory}: its config.json names the classes {names}; two or more different ones are wanted")
+    return [str(name) for name in names]
 
 
 def _graph(inputs: Inputs) -> Graph:
