@@ -186,11 +186,13 @@ def test_adapt_says_what_it_has_read(adapted, reviews, encoder, tmp_path, mtem):
     _, done = adapted
     assert "books.jsonl: 60 texts (column 'text'), labels (column 'label'): bad 30, good 30" in done.stderr.splitlines()
     assert "kitchen.jsonl: 80 texts (column 'text')" in done.stderr.splitlines()
-    other = write(tmp_path / "other.csv", ROWS.replace("text,label", "review,stars").replace("good\n", "Good\n"))
+    other = write(
+        tmp_path / "other.csv", ROWS.replace("text,label", "review,stars").replace("good\n", "Good\n").replace("bad\n", "poor\n")
+    )
     code, _, error = mtem(*adapt_arguments(reviews, encoder, tmp_path / "run"), "--source", other, "-q", "--set", "steps=1")
     assert code == 0 and "60 texts" not in error  # quiet: what looks unmeant is told all the same
     assert "books.jsonl uses 'text', other.csv uses 'review'" in error and "'Good' (other.csv) and 'good'" in error
-    assert "the files have different labels (books.jsonl: 'bad', 'good'; other.csv: 'Good', 'bad'), 3 classes" in error
+    assert "the files have different labels (books.jsonl: 'bad', 'good'; other.csv: 'Good', 'poor'), 4 classes" in error
 
 
 def test_an_estimate_may_be_withheld(adapted, capsys, monkeypatch):
@@ -212,6 +214,22 @@ def test_an_estimate_may_be_withheld(adapted, capsys, monkeypatch):
         else:
             assert re.search(r"before +0\.\d{3}", shown) and re.search(r"after +withheld", shown)
         assert "threads and indexes" in shown
+
+
+def test_the_demo_does_without_an_estimate(encoder, capsys):
+    import pyarrow as pa
+    from rich.console import Console
+
+    from mtem import demo
+    from mtem.adapted import Adapted
+    from mtem.models.text import TextModel
+    from mtem.progress import Progress
+
+    row = {"row": 1, "text": "word1", "index": 2.0, "prediction": "negative", "confidence": 0.6}
+    record = {"estimate": {"before": None, "after": None}, "selection": {"kept_source_model": True}}
+    model = TextModel.create(encoder, ("negative", "positive"), max_length=8)
+    demo.show(Adapted(model, record, pa.Table.from_pylist([row])), Console(soft_wrap=True), Progress(quiet=True))
+    assert re.search(r"after +0\.\d{3} +no estimate without labels", capsys.readouterr().out)
 
 
 def test_engines_are_all_named(mtem):
@@ -356,7 +374,9 @@ def test_an_output_that_holds_something_else(mtem, adapted, reviews, encoder, tm
     refused(mtem(*adapt_arguments(reviews, encoder, file)), file, "is a file")
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "thesis.tex", "mine")
-    refused(mtem(*adapt_arguments(reviews, encoder, tmp_path / "folder")), "not empty")
+    refused(mtem(*adapt_arguments(reviews, encoder, tmp_path / "folder")), "not empty; give another --output")
+    line = refused(mtem("demo", "--output", tmp_path / "folder"), "not empty")[-1]
+    assert "--resume" not in line  # which the demo has not, and which would not help
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["thesis.tex"]
 
 

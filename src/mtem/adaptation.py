@@ -179,8 +179,11 @@ def check_output(directory: Path, resume: bool) -> None:
             raise RequestError(f"{directory}: holds no run to resume and is not empty; give another --output")
         return
     if there and not resume:
-        what = "holds another run" if (directory / "run.json").exists() else "is not empty"
-        raise RequestError(f"{directory}: {what}; give another --output, or --resume to go on with an unfinished run")
+        if (directory / "run.json").exists():
+            raise RequestError(
+                f"{directory}: holds another run; give another --output, or --resume to go on with an unfinished run"
+            )
+        raise RequestError(f"{directory}: is not empty; give another --output")
     if not directory.exists():
         parent = next(place for place in directory.absolute().parents if place.exists())
         if not os.access(parent, os.W_OK):

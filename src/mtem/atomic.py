@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from mtem.errors import DiskFull, RequestError, RunError
+from mtem.errors import DiskFullError, RequestError, RunError
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _RUN_AGAIN = "nothing was written there: make room and run again"
@@ -20,7 +20,7 @@ _GO_ON = "make room and run again"
 
 @contextlib.contextmanager
 def disk_errors(path: str | Path, advice: str = _RUN_AGAIN) -> Iterator[None]:
-    """A full disk becomes a `DiskFull` that names `path`; every other error passes."""
+    """A full disk becomes a `DiskFullError` that names `path`; every other error passes."""
     try:
         yield
     except (RequestError, RunError):
@@ -29,7 +29,7 @@ def disk_errors(path: str | Path, advice: str = _RUN_AGAIN) -> Iterator[None]:
         # safetensors reports the operating system's errors in a type of its own, without their number.
         told = any(words in str(error) for words in ("No space left", "StorageFull"))
         if error.errno in _DISK_FULL if isinstance(error, OSError) else told:
-            raise DiskFull(f"{path}: the disk is full; {advice}") from error
+            raise DiskFullError(f"{path}: the disk is full; {advice}") from error
         raise
 
 

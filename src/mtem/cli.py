@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mtem.errors import DiskFull, RequestError, RunError
+from mtem.errors import DiskFullError, RequestError, RunError
 from mtem.experiments.command import reproduce
 from mtem.progress import Progress
 
@@ -400,7 +400,9 @@ def main() -> None:
     except RequestError as error:
         _fail(str(error), 2)
     except RunError as error:
-        resume = isinstance(error, DiskFull) and _command() == "adapt"  # the others have no such option: running again is enough
+        resume = (
+            isinstance(error, DiskFullError) and _command() == "adapt"
+        )  # the others have no such option: running again is enough
         _fail(str(error) + (" with --resume" if resume else ""), 1)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)

@@ -9,5 +9,5 @@ class RunError(RuntimeError):
     """The request was fine but the run could not be finished. One line."""
 
 
-class DiskFull(RunError):
+class DiskFullError(RunError):
     """There is no room for what is being written. How to go on depends on the command, which adds it."""

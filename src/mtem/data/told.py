@@ -62,9 +62,14 @@ def _counts(corpus: Corpus) -> list[dict[str, int]]:
 def _largest(counts: Mapping[str, int]) -> str:
     """The classes in their order, or of many the largest."""
     if len(counts) <= SHOWN:
-        return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        return ", ".join(f"{_quoted(name)} {count:,}" for name, count in counts.items())
     largest = sorted(counts, key=lambda name: -counts[name])[: SHOWN - 1]
-    return f"{len(counts)} classes, " + ", ".join(f"{name} {counts[name]:,}" for name in largest) + ", …"
+    return f"{len(counts)} classes, " + ", ".join(f"{_quoted(name)} {counts[name]:,}" for name in largest) + ", …"
+
+
+def _quoted(name: str) -> str:
+    """In quotes if a number behind it could be taken for a part of it."""
+    return repr(name) if name[-1:].isdigit() else name
 
 
 def _columns(corpus: Corpus, kind: str) -> list[str]:
@@ -91,7 +96,10 @@ def _spellings(corpus: Corpus) -> list[str]:
     for labels in alike.values():
         if len(labels) > 1:
             places = [f"{label!r} ({_some(_files_with(corpus, label))})" for label in labels]
-            told.append(f"labels that differ only in how they are written are different classes here: {' and '.join(places)}")
+            told.append(
+                f"labels that differ only in how they are written are different classes here: {' and '.join(places)}; "
+                "write them alike if they are one"
+            )
     return told
 
 
@@ -104,7 +112,7 @@ def _label_sets(corpus: Corpus) -> list[str]:
     for name, counts in zip(_names(corpus.files), _counts(corpus), strict=True):
         if counts:
             sets[sort_classes(counts)].append(name)
-    if not corpus.labeled or len(sets) < 2:
+    if not corpus.labeled or len({frozenset(map(spelling, labels)) for labels in sets}) < 2:  # by spelling: told already
         return []
     told = "; ".join(f"{_some(files)}: {_some(map(repr, labels))}" for labels, files in list(sets.items())[:SHOWN])
     more = "; …" if len(sets) > SHOWN else ""

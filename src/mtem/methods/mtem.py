@@ -35,9 +35,9 @@ class MtemSettings:
 
     engine: str = setting(
         "layerwise",
-        "how the index gradient is computed: layerwise (the default: exact, from the layers of the one pass that the step needs anyway), "
-        "forward (exact, in forward mode; also what layerwise falls back to), taylor (the paper's approximation), second-order (exact, "
-        "in reverse mode twice)",
+        "how the index gradient is computed: layerwise (the default: exact, from the layers of the one pass that the step needs "
+        "anyway), forward (exact, in forward mode; also what layerwise falls back to), taylor (the paper's approximation), "
+        "second-order (exact, the slowest)",
         choices=("layerwise", "forward", "taylor", "second-order"),
     )
     index_initial: float = setting(2.0, "every text's entropy index at the start", low=1.0)
