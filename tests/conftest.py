@@ -48,6 +48,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """How to have this order again; pytest-randomly says it in a header that quiet runs do not have."""
+    seed = config.getoption("randomly_seed", None)
+    if seed not in (None, "default") and config.pluginmanager.hasplugin("randomly"):
+        terminalreporter.write_line(f"in the order of --randomly-seed={seed}")
+
+
 # What mtem and its tests look at; libraries write down others for themselves when they are first used.
 VARIABLES = ("MTEM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "XDG_", "HOME", "PATH", "PYTHON", "COLUMNS", "TERM")
 
@@ -71,6 +78,8 @@ def apart(request):
     np.random.seed(0)
     before = _shared_state()
     yield
+    if "TOKENIZERS_PARALLELISM" not in before["environment"]:
+        os.environ.pop("TOKENIZERS_PARALLELISM", None)  # the pipelines of transformers leave it behind
     after = _shared_state()
     assert after == before, {name: (before[name], after[name]) for name in before if before[name] != after[name]}
 

@@ -214,7 +214,7 @@ def two_regions(seed=0, rows=400):
 
 
 def test_dev_counts_errors_where_the_target_is():
-    source, target, second = two_regions()
+    source, target, second = two_regions(rows=4000)
     labels = np.zeros(len(source), dtype=int)
     errs = np.random.default_rng(1).random(len(source)) < 0.4
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-# One pass through a small network: sums of some hundred terms a dozen layers deep, in whatever order a machine takes them.
-PASS = 400
+# One pass through a small network, or a few steps of one: sums of some hundred terms a dozen layers deep, in whatever order a
+# machine takes them. Two orders were seen to differ by up to ten roundings of the largest result.
+PASS = 100
 
 
 def allowed(dtype: torch.dtype, size: float, roundings: float = PASS) -> float:
@@ -45,6 +46,13 @@ def assert_near(
         f"{msg} {apart[worst]:.3g} apart at {tuple(map(int, worst))} ({one[worst]!r}, wanted {other[worst]!r}); "
         f"{roundings:g} roundings of {coarsest} at that size are {limit:.3g}"
     )
+
+
+def assert_weights_near(found: dict[str, Any], wanted: dict[str, Any], roundings: float = PASS) -> None:
+    """Two sets of weights that were trained alike: a step's rounding has the size of the largest weights, in all of them."""
+    size = max(float(np.abs(_double(wanted[name])).max()) for name in found)
+    for name, value in found.items():
+        assert_near(value, wanted[name], roundings, size=size, msg=name)
 
 
 def _dtype(value: Any) -> torch.dtype:
