@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,3 +43,8 @@ def is_group(number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def interruptible() -> None:
+    """For `preexec_fn`: Ctrl-C is heard, also where the tests themselves were started so that they ignore it (as by `&`)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -47,6 +47,7 @@ def literal(word: str, source: list[str], target: list[str], prior: float) -> fl
     target=st.lists(st.sampled_from(["a b b", "c c", "f g", "d", "a f"]), min_size=1, max_size=6),
     prior=st.floats(0.5, 50),
 )
+@example(source=["d d"], target=["d"], prior=0.5)
 def test_z_is_the_literal_formula(source, target, prior) -> None:
     found = cases.targetness(source, target, prior=prior, threshold=0.0, rarest=1)
     assert set(found) == {word for text in source + target for word in text.split()}

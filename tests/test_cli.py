@@ -22,7 +22,7 @@ import pytest
 from mtem import cli
 from mtem.data import files
 from tests.conftest import make_texts, write_jsonl
-from tests.processes import LIMIT, content, wait_for_begun
+from tests.processes import LIMIT, content, interruptible, wait_for_begun
 
 SMALL = {"max_length": 16, "batch_size": 10, "source_epochs": 1, "epochs": 1, "evaluations": 2, "frozen_layers": 0}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -172,7 +172,7 @@ def test_an_interrupted_run_says_how_to_go_on(reviews, encoder, tmp_path):
     arguments = [*adapt_arguments(reviews, encoder, tmp_path / "run"), "--set", "epochs=1000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "mtem.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=interruptible,
     )  # fmt: skip
     history = tmp_path / "run" / "history.jsonl"
     try:

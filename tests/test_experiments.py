@@ -20,7 +20,7 @@ from mtem.errors import RequestError
 from mtem.experiments import cells, protocol, runner, search, splits
 from tests.conftest import make_texts
 from tests.corpora import refusal, table
-from tests.processes import LIMIT, is_group, wait_for, wait_for_begun
+from tests.processes import LIMIT, interruptible, is_group, wait_for, wait_for_begun
 from tests.threads import make_threads
 
 TINY = {"max_length": 12, "batch_size": 20, "source_epochs": 0.5, "source_rate": 3e-3, "steps": 2, "evaluations": 2}
@@ -470,7 +470,7 @@ def begun_run(amazon, encoder, tmp_path, variants, **options):
     words += "".join(f" --set {name}={value}" for name, value in TINY.items())
     process = subprocess.Popen(
         [sys.executable, "-m", "mtem.cli", "reproduce", "general", *words.split()], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True, **options,
+        start_new_session=True, preexec_fn=interruptible, **options,
     )  # fmt: skip
     given = {"seeds": [0], "targets": ["dvd"], "settings_": ["unsupervised"], "pools": ["natural"], "overrides": TINY}
     found = protocol.plan(["general"], "amazon", str(encoder), encoder.name, variants=[*variants, waits], **given)

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mtem import rates
@@ -43,6 +43,8 @@ def test_the_shapes() -> None:
     warmup=st.integers(0, 10**9),
     share=st.floats(0, 1),
 )
+@example(name="cosine", total=1, warmup=10**9, share=1.0)
+@example(name="cosine", total=10**9, warmup=0, share=1.0)
 def test_every_step_taken_has_a_positive_multiplier(name: str, total: int, warmup: int, share: float) -> None:
     schedule = rates.SCHEDULES[name]
     for step in (0, int(share * (total - 1)), total - 1):

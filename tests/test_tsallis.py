@@ -213,6 +213,8 @@ def test_zero_and_one_have_their_limits() -> None:
 
 @examples(60)
 @given(prob=st.floats(1e-30, 1.0), index=st.floats(-0.2, 1.0))
+@example(prob=1e-30, index=-0.2)
+@example(prob=1.0, index=0.9999999999999999)
 def test_indexes_below_one_are_finite_in_float32(prob: float, index: float) -> None:
     log_probs = torch.tensor([[math.log(prob), 0.0]])
     for function in (tsallis.loss, tsallis.index_gradient, tsallis.pseudo_weight):
