@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
 
 import numpy as np
 import pandas as pd
@@ -55,7 +56,7 @@ def test_run_directory(finished):
     record = json.loads((output / "run.json").read_text())
     assert record["status"] == "done" and record["classes"] == ["bad", "good"]
     assert [entry["domain"] for entry in record["data"]["source"]] == ["books", "dvd"]
-    assert record["settings"]["index_initial"] == 2.0 and record["versions"]["torch"] == torch.__version__
+    assert record["settings"]["index_initial"] == 2.0 and record["versions"]["torch"] == metadata.version("torch")
     assert {"before", "after"} == set(record["estimate"])
     history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
     stages = {line["stage"] for line in history}
