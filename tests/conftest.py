@@ -1,16 +1,88 @@
-"""A tiny real encoder, tiny real data, and a cache that is not the user's."""
+"""A tiny real encoder, tiny real data, a cache that is not the user's, and no trace of one test in another."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: no test may depend on a network
+
+import hypothesis
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)  # tiny tensors: threads only get in the way
+
+# `make test` tries the same examples everywhere; `make fuzz` draws others in every run, and says how to have one again.
+# What it finds stays as an @example beside the property.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile(
+    "fuzz",
+    derandomize=False,
+    deadline=None,
+    database=None,
+    max_examples=int(os.environ.get("MTEM_FUZZ_EXAMPLES", "2000")),
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+PROFILE = os.environ.get("MTEM_HYPOTHESIS_PROFILE", "fixed")
+hypothesis.settings.load_profile(PROFILE)
+
+
+def examples(count: int, **more) -> hypothesis.settings:
+    """So many examples of a property; in `make fuzz` as many as that has."""
+    return hypothesis.settings(**more) if PROFILE == "fuzz" else hypothesis.settings(max_examples=count, **more)
+
+
+# In two processes the longest files must not come last; the order inside a file is pytest-randomly's.
+LONG = ("test_bigcn", "test_experiments", "test_methods_learn", "test_adapt", "test_methods", "test_cli")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """How to have this order again; pytest-randomly says it in a header that quiet runs do not have."""
+    seed = config.getoption("randomly_seed", None)
+    if seed not in (None, "default") and config.pluginmanager.hasplugin("randomly"):
+        terminalreporter.write_line(f"in the order of --randomly-seed={seed}")
+
+
+# What mtem and its tests look at; libraries write down others for themselves when they are first used.
+VARIABLES = ("MTEM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "XDG_", "HOME", "PATH", "PYTHON", "COLUMNS", "TERM")
+
+
+def _shared_state() -> dict[str, object]:
+    return {
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
+        "directory": os.getcwd(),
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def apart(request):
+    """Every test begins with the same random state, whatever ran before it, and leaves the process as it found it."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    before = _shared_state()
+    yield
+    if "TOKENIZERS_PARALLELISM" not in before["environment"]:
+        os.environ.pop("TOKENIZERS_PARALLELISM", None)  # the pipelines of transformers leave it behind
+    after = _shared_state()
+    assert after == before, {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+
 
 GOOD = [f"good{i}" for i in range(12)]
 BAD = [f"bad{i}" for i in range(12)]
@@ -28,7 +100,6 @@ SHAPES = {
 def own_cache(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("MTEM_CACHE", str(tmp_path_factory.mktemp("cache")))
-    patch.setenv("HF_HUB_OFFLINE", "1")
     yield
     patch.undo()
 

@@ -7,13 +7,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from mtem import augment
 from mtem.models.text import TextModel
+from tests.conftest import examples
 
 # A vocabulary of its own for the pure functions: 0 padding, 1 CLS, 2 SEP, 3 MASK, 10..39 begin words, 40..59 go on with them.
 PAD, CLS, SEP, MASK = range(4)
@@ -25,7 +26,7 @@ texts = st.lists(st.lists(word, max_size=8), min_size=1, max_size=4)
 share = st.floats(0.0, 1.0)
 seed = st.integers(0, 2**32 - 1)
 
-patient = settings(deadline=None, derandomize=True, max_examples=80)
+patient = examples(80)
 
 
 def padded(batch, extra=2):

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
 from mtem.errors import RequestError
 from mtem.experiments import cases, splits
 from mtem.experiments.bound import bound_table
-from tests.conftest import make_texts
+from tests.conftest import examples, make_texts
 
 SOURCE = ["the book tells a story", "the story of a book", "a good book", "the plot is good", "a bad story in a bad book"] * 60
 # The same texts in the other domain's words, so that all others are exactly as frequent.
@@ -41,12 +41,13 @@ def literal(word: str, source: list[str], target: list[str], prior: float) -> fl
     return (math.log(odds["T"]) - math.log(odds["S"])) / math.sqrt(1 / a["T"][word] + 1 / a["S"][word])
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     source=st.lists(st.sampled_from(["a b", "a a c", "b c d", "d d", "e"]), min_size=1, max_size=6),
     target=st.lists(st.sampled_from(["a b b", "c c", "f g", "d", "a f"]), min_size=1, max_size=6),
     prior=st.floats(0.5, 50),
 )
+@example(source=["d d"], target=["d"], prior=0.5)
 def test_z_is_the_literal_formula(source, target, prior) -> None:
     found = cases.targetness(source, target, prior=prior, threshold=0.0, rarest=1)
     assert set(found) == {word for text in source + target for word in text.split()}

@@ -22,6 +22,7 @@ import pytest
 from mtem import cli
 from mtem.data import files
 from tests.conftest import make_texts, write_jsonl
+from tests.processes import LIMIT, content, interruptible, wait_for_begun
 
 SMALL = {"max_length": 16, "batch_size": 10, "source_epochs": 1, "epochs": 1, "evaluations": 2, "frozen_layers": 0}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -36,7 +37,7 @@ def adapt_arguments(reviews, encoder, output, **changes):
 def command(*arguments, **options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     words = [sys.executable, "-m", "mtem.cli", *map(str, arguments)]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT, **options)
 
 
 @pytest.fixture
@@ -128,9 +129,9 @@ def test_help_does_not_wait_for_torch():
     assert "HEAVY []" in done.stdout and "Usage" in done.stdout
 
 
-def read_until(descriptor, process, seconds=60.0):
+def read_all(descriptor, process):
     seen = b""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         if select.select([descriptor], [], [], 0.1)[0]:
             try:
@@ -154,10 +155,10 @@ def test_a_terminal_of_80_columns_gets_a_bar_with_figures(reviews, encoder, tmp_
     )
     os.close(slave)
     try:
-        raw = read_until(master, process)
+        raw = read_all(master, process)
     finally:
         process.kill()
-        process.wait()
+        assert process.wait() == 0, "it was done before"
         os.close(master)
     text = " ".join(ESCAPES.sub("", raw).split())
     assert "\x1b" in raw and "━" in raw
@@ -171,15 +172,18 @@ def test_an_interrupted_run_says_how_to_go_on(reviews, encoder, tmp_path):
     arguments = [*adapt_arguments(reviews, encoder, tmp_path / "run"), "--set", "epochs=1000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "mtem.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=interruptible,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "history.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    history = tmp_path / "run" / "history.jsonl"
+    try:
+        wait_for_begun(process, lambda: '"stage": "adapt"' in content(history), "a line of the adaptation")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
     assert process.returncode == 130 and "Traceback" not in errors
     assert errors.splitlines()[-1] == "mtem: interrupted; the same command with --resume goes on"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
 
 
 def test_adapt_says_what_it_has_read(adapted, reviews, encoder, tmp_path, mtem):

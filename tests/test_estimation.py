@@ -4,11 +4,12 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mtem.estimation import estimate_accuracy, warnings
 from mtem.selection import calibrate, entropy, log_softmax
+from tests.conftest import examples
 from tests.reference import selection as reference
 
 
@@ -82,7 +83,7 @@ def test_estimate_matches_the_literal_reading():
 
 
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 60), classes=st.integers(2, 5))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_source_as_its_own_target_gives_the_source_accuracy(seed, rows, classes):
     scores, labels = calibrated(np.random.default_rng(seed), rows, classes=classes)
     estimate = estimate_accuracy(scores, labels, scores, resamples=20)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import numpy as np
@@ -21,6 +20,7 @@ from mtem.errors import RequestError
 from mtem.experiments import cells, protocol, runner, search, splits
 from tests.conftest import make_texts
 from tests.corpora import refusal, table
+from tests.processes import LIMIT, interruptible, is_group, wait_for, wait_for_begun
 from tests.threads import make_threads
 
 TINY = {"max_length": 12, "batch_size": 20, "source_epochs": 0.5, "source_rate": 3e-3, "steps": 2, "evaluations": 2}
@@ -435,7 +435,7 @@ class Meeting(runner.Solver):
 
     def __call__(self, cell):
         (self.source_models / str(os.getpid())).touch()
-        wait_for(lambda: len(list(self.source_models.iterdir())) > 1)
+        wait_for(lambda: len(list(self.source_models.iterdir())) > 1, "another process")  # files only ever come there
         return os._exit(5) if cell.variant == "out" else runner.Outcome(cell, {}, None)
 
 
@@ -461,53 +461,50 @@ def test_theta_1_is_there_for_who_comes_later(ran, amazon, encoder, monkeypatch)
     (folder / later[0].address).unlink()
 
 
-def test_a_killed_run_takes_its_workers_along(amazon, encoder, tmp_path):
+def begun_run(amazon, encoder, tmp_path, variants, **options):
+    """A run by the command line in two processes, and the method of its last variant, which says that it began and waits."""
     begun = tmp_path / "begun"
-    waits = write_method(tmp_path, "waits", f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)")
+    waits = write_method(tmp_path, "waits", f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(3600)")
     words = f"--data {amazon} --model {encoder} --results {tmp_path / 'r'} --seeds 0 --targets dvd --settings unsupervised"
-    words += f" --pools natural --variants {waits} --jobs 2 --device cpu --quiet"
+    words += f" --pools natural --variants {','.join([*variants, waits])} --jobs 2 --device cpu"
     words += "".join(f" --set {name}={value}" for name, value in TINY.items())
     process = subprocess.Popen(
         [sys.executable, "-m", "mtem.cli", "reproduce", "general", *words.split()], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        start_new_session=True, preexec_fn=interruptible, **options,
     )  # fmt: skip
-    wait_for(lambda: begun.exists() or process.poll() is not None)
-    process.kill()
-    process.wait()
-    wait_for(lambda: not is_group(process.pid), 30)
+    given = {"seeds": [0], "targets": ["dvd"], "settings_": ["unsupervised"], "pools": ["natural"], "overrides": TINY}
+    found = protocol.plan(["general"], "amazon", str(encoder), encoder.name, variants=[*variants, waits], **given)
+    return process, begun, [tmp_path / "r" / cell.address for cell in found]
+
+
+def test_a_killed_run_takes_its_workers_along(amazon, encoder, tmp_path):
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process, begun, (address,) = begun_run(amazon, encoder, tmp_path, [], **silent)
+    try:
+        wait_for_begun(process, begun.exists, "the cell that waits")
+        assert is_group(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not is_group(process.pid), "the end of the workers")
+    assert not address.exists()
 
 
 def test_an_interrupted_run_leaves_whole_cells_and_no_process(amazon, encoder, tmp_path):
-    waits = write_method(tmp_path, "waits", "import time; time.sleep(600)")
-    words = f"--data {amazon} --model {encoder} --results {tmp_path / 'r'} --seeds 0 --targets dvd --settings unsupervised"
-    words += f" --pools natural --variants out,{waits} --jobs 2 --device cpu"
-    words += "".join(f" --set {name}={value}" for name, value in TINY.items())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mtem.cli", "reproduce", "general", *words.split()], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    wait_for(lambda: list((tmp_path / "r").rglob("out-*.json")) or process.poll() is not None)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    output, errors = process.communicate(timeout=60)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process, begun, (out, waiting) = begun_run(amazon, encoder, tmp_path, ["out"], **pipes)
+    try:
+        wait_for_begun(process, lambda: out.exists() and begun.exists(), "one cell that is there and one that waits")
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output, errors = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
     assert process.returncode == 130 and "Traceback" not in errors, errors
     assert "1 of 2 cells" in output and "the same command goes on from here" in errors
-    wait_for(lambda: not is_group(process.pid))
-    assert len([path for path in (tmp_path / "r" / "cells").rglob("*") if path.is_file()]) == 1
-
-
-def wait_for(done, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_group(number):
-    try:
-        os.killpg(number, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    wait_for(lambda: not is_group(process.pid), "the end of the workers")
+    # nobody writes there any more
+    assert [path for path in (tmp_path / "r" / "cells").rglob("*") if path.is_file()] == [out] and not waiting.exists()
+    assert json.loads(out.read_text())["variant"] == "out"
 
 
 # ---------------------------------------------------------------------- the command

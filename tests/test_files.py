@@ -9,12 +9,13 @@ import subprocess
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from mtem.data import cache, files
 from mtem.data.files import Writer, columns, read_rows
 from mtem.errors import RequestError, RunError
+from tests.conftest import examples
 
 TABLES = [".csv", ".tsv", ".csv.gz", ".tsv.gz"]
 TYPED = [".jsonl", ".ndjson", ".json", ".jsonl.gz", ".parquet", ".pq", ".parquet.gz"]
@@ -42,7 +43,7 @@ def put(folder, name, data):
 # Round trips
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.tuples(texts, texts), min_size=1, max_size=8), extension=st.sampled_from(TABLES))
 def test_strings_come_back_from_csv_and_tsv_as_they_were(tmp_path, rows, extension):
     path = tmp_path / f"a{extension}"
@@ -57,7 +58,7 @@ def test_strings_come_back_from_csv_and_tsv_as_they_were(tmp_path, rows, extensi
 values = st.one_of(st.none(), st.integers(-(2**60), 2**60))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.tuples(texts, values, st.booleans()), min_size=1, max_size=8), extension=st.sampled_from(TYPED))
 def test_values_keep_their_types_in_json_and_parquet(tmp_path, rows, extension):
     path = tmp_path / f"a{extension}"

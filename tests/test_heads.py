@@ -14,6 +14,7 @@ import mtem
 from mtem.models.base import CosineHead
 from mtem.models.text import COSINE, TextModel
 from tests.conftest import SHAPES, make_encoder, make_texts
+from tests.tolerance import assert_near
 
 CLASSES = ("bad", "good", "nëutral thing")
 TEXTS = [text for text, _ in make_texts(24, 5)]
@@ -70,8 +71,8 @@ def test_it_takes_the_heads_place(model, frozen):
     inputs = batch(model)
     logits, features = model.scores_and_features(inputs)
     by_hand = features @ model.head.weight.T / features.norm(dim=1, keepdim=True) / 0.1
-    torch.testing.assert_close(model(inputs), by_hand, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(logits, by_hand, atol=1e-5, rtol=1e-5)
+    assert_near(model(inputs), by_hand)
+    assert_near(logits, by_hand)
     names = [name for name, p in model.named_parameters() if p is model.head.weight]
     assert names == [f"{model.head_path}.weight"] and model.head_names() == set(names)
     assert not any(name.startswith("head") for name, _ in model.named_modules())
@@ -87,7 +88,7 @@ def test_saved_it_is_read_back_exactly_and_by_others_with_the_same_labels(model,
     assert isinstance(model.head, CosineHead) and torch.equal(model(batch(model)), before)
     loaded = mtem.load(tmp_path / "model")
     assert loaded.classes == CLASSES and loaded.model.head.temperature == 0.1
-    np.testing.assert_allclose(loaded.predict_proba(TEXTS), torch.softmax(before, dim=1).detach().numpy(), atol=1e-6)
+    assert_near(loaded.predict_proba(TEXTS), torch.softmax(before, dim=1))
     labels = loaded.predict(TEXTS)
     assert set(labels) == set(CLASSES)
     found = pipeline("text-classification", str(tmp_path / "model"))(TEXTS)
@@ -98,7 +99,7 @@ def test_others_see_its_confidence_where_features_are_as_long_as_they_have_dimen
     head = CosineHead(nn.Linear(16, 3), 0.05)
     features = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     features = 4 * features / features.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(head.folded()(features), head(features), atol=1e-5, rtol=1e-5)
+    assert_near(head.folded()(features), head(features))
     again = CosineHead.unfolded(head.folded(), 0.05)
     torch.testing.assert_close(again.weight, head.weight)
 
@@ -108,7 +109,7 @@ def test_a_bias_survives_saving(directories, tmp_path):
     model.head.bias.copy_(torch.tensor([0.5, -1.0, 2.0]))
     before = model(batch(model))
     model.save(tmp_path)
-    torch.testing.assert_close(TextModel.load(tmp_path).eval()(batch(model)), before, atol=1e-5, rtol=1e-5)
+    assert_near(TextModel.load(tmp_path).eval()(batch(model)), before)
 
 
 def test_half_precision_does_not_round_the_scores(model):

@@ -11,6 +11,7 @@ from mtem import layer_calls, layerwise, metagrad, tsallis
 from mtem.methods import cross_entropy, functional
 from mtem.models.text import TextModel
 from tests.conftest import SHAPES, make_encoder
+from tests.tolerance import assert_near, assert_weights_near
 
 TEXTS = ["good1 bad2 word3", "word1 word2 word3 word4 good1", "bad3", "", "good4 good5 word7 bad1 word2 word9"]
 LABELS = torch.tensor([0, 2, 1, 1, 0])
@@ -59,11 +60,11 @@ def test_products_and_weighted_sums_are_autograds(model):
     draw = torch.Generator().manual_seed(2)
     direction = {name: torch.randn(value.shape, generator=draw) for name, value in watch.params.items()}
     expected = torch.stack([sum((one[name] * direction[name]).sum() for name in direction) for one in each])
-    torch.testing.assert_close(recording.product(direction), expected, atol=2e-5, rtol=2e-4)
+    assert_near(recording.product(direction), expected)
     weights = torch.tensor([0.3, 2.0, -1.0, 0.0, 1e-6])
-    for name, value in recording.gradient(weights).items():
-        wanted = sum(weight * one[name] for weight, one in zip(weights, each, strict=True))
-        torch.testing.assert_close(value, wanted, atol=1e-5, rtol=2e-4)
+    found = recording.gradient(weights)
+    wanted = {name: sum(weight * one[name] for weight, one in zip(weights, each, strict=True)) for name in found}
+    assert_weights_near(found, wanted)
 
 
 def test_a_thrifty_recording_says_the_same(model, monkeypatch):
@@ -77,9 +78,8 @@ def test_a_thrifty_recording_says_the_same(model, monkeypatch):
     assert (kept[0] == kept[1]) if gated else (kept[0] < kept[1]), "some inputs are not kept"
     weights = torch.tensor([0.3, 2.0, -1.0, 0.0, 1.0])
     expected = lavish.gradient(weights)
-    for name, value in thrifty.gradient(weights).items():
-        torch.testing.assert_close(value, expected[name], atol=1e-7, rtol=1e-5)
-    torch.testing.assert_close(thrifty.product(expected), lavish.product(expected))
+    assert_weights_near(thrifty.gradient(weights), expected)
+    assert_near(thrifty.product(expected), lavish.product(expected))
 
 
 def test_hardly_anything_is_left_out(model):
@@ -129,7 +129,7 @@ def test_the_meta_gradient_is_second_orders(model, pieces):
         lambda params, inputs: functional(model, params, inputs), watch.params, target, LABELS, index,
         lambda params: cross_entropy(functional(model, params, source), truth), 0.05, "second-order", smooth=model.smooth,
     )  # fmt: skip
-    torch.testing.assert_close(found.source_loss, exact.source_loss, atol=1e-5, rtol=1e-4)
+    assert_near(found.source_loss, exact.source_loss)
     error = (found.gradient - exact.gradient).norm() / exact.gradient.norm()
     assert error < 1e-4
     at_theta = layerwise.source_gradient(
@@ -169,7 +169,7 @@ def test_words_that_repeat_and_padding_share_a_row_of_the_table(model):
     if model.frozen_layers:
         assert name not in recording.gradient(torch.ones(2)), "a frozen table has no gradient"
         return
-    torch.testing.assert_close(recording.gradient(torch.ones(2))[name], each[0][name] + each[1][name], atol=1e-6, rtol=1e-4)
+    assert_near(recording.gradient(torch.ones(2))[name], each[0][name] + each[1][name])
 
 
 def test_a_layer_that_is_called_twice_counts_twice():

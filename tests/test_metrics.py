@@ -3,12 +3,13 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from mtem.errors import RequestError
 from mtem.metrics import evaluate, render
+from tests.conftest import examples
 
 
 def shown(metrics, width=80):
@@ -51,7 +52,7 @@ def test_macro_f1_leaves_out_classes_that_never_occur():
 
 
 @given(pairs=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60), seed=st.integers(0, 100))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_properties(pairs, seed):
     labels, predictions = np.array(pairs).T
     metrics = evaluate(labels, predictions, list("abcde"))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mtem import cost
+from tests.processes import LIMIT
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peers.py"
 # A rate at which the virtual step matters; betty differentiates around its end, so it agrees where the step is small.
@@ -119,8 +120,9 @@ def test_the_command_does_without_any_of_them(encoder, tmp_path):
         (tmp_path / f"{peer.module}.py").write_text("raise ImportError('not for this test')")
     given = ["--model", encoder, "--batch", "2", "--length", "4", "--device", "cpu", "--repeats", "1"]
     given += ["--rows", ";".join(["plain", *peers.PEERS]), "--json", tmp_path / "rows.json"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT, *given], env=environment, capture_output=True, text=True, timeout=300)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, SCRIPT, *given], env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row.get("failed") for row in rows] == [None, "missing", "missing", "missing"]

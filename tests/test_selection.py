@@ -3,12 +3,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mtem import selection
 from mtem.errors import RequestError
 from mtem.selection import CRITERIA, DEFAULT_CRITERION, Evidence, calibrate, choose, score, scores
+from tests.conftest import examples
 from tests.reference import selection as reference
 
 seeds = st.integers(0, 10_000)
@@ -64,7 +65,7 @@ def test_calibrate_at_the_edges():
 
 
 @given(seed=seeds, factor=st.floats(0.5, 2.0))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_temperature_scales_with_the_scores(seed, factor):
     evidence, _ = synthetic(seed, source=60)
     plain = calibrate(evidence.source_scores, evidence.source_labels)
@@ -95,7 +96,7 @@ def test_infomax_analytic():
 
 
 @given(seed=seeds, classes=st.integers(2, 6), rows=st.integers(1, 40), scale=st.floats(0.01, 100))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_infomax_is_between_zero_and_log_k(seed, classes, rows, scale):
     evidence, _ = synthetic(seed, source=10, target=rows, classes=classes, scale=scale)
     for name in ("infomax", "infomax-raw"):
@@ -103,7 +104,7 @@ def test_infomax_is_between_zero_and_log_k(seed, classes, rows, scale):
 
 
 @given(seed=seeds, factor=st.floats(0.5, 2.0))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_calibrated_infomax_does_not_see_a_common_scale(seed, factor):
     evidence, _ = synthetic(seed)
     sharper = replace(evidence, source_scores=factor * evidence.source_scores, target_scores=factor * evidence.target_scores)
@@ -192,7 +193,7 @@ def test_density_takes_an_even_sample_of_many_texts():
 
 
 @given(seed=seeds, rows=st.integers(2, 30), scale=st.floats(0.01, 100))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_density_bounds(seed, rows, scale):
     evidence, _ = synthetic(seed, source=4, target=rows, scale=scale)
     assert -1e-12 <= score("density", evidence) <= math.log(rows - 1) + 1e-9
@@ -213,7 +214,7 @@ def two_regions(seed=0, rows=400):
 
 
 def test_dev_counts_errors_where_the_target_is():
-    source, target, second = two_regions()
+    source, target, second = two_regions(rows=4000)
     labels = np.zeros(len(source), dtype=int)
     errs = np.random.default_rng(1).random(len(source)) < 0.4
 
@@ -281,7 +282,7 @@ def test_reverse_is_balanced_and_knows_collapse():
 
 
 @given(seed=seeds)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_order_of_texts_does_not_matter(seed):
     evidence, _ = synthetic(seed, source=30, target=40)
     random = np.random.default_rng(seed)
@@ -298,7 +299,7 @@ def test_order_of_texts_does_not_matter(seed):
 
 
 @given(seed=seeds)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_order_of_classes_does_not_matter(seed):
     evidence, _ = synthetic(seed, source=30, target=40, classes=4)
     order = np.random.default_rng(seed).permutation(4)

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mtem.data.corpus import Corpus, text_key
 from mtem.data.loading import load_corpus
 from mtem.data.splits import hold_out
+from tests.conftest import examples
 
 
 def corpus_of(pairs, domain="d"):
@@ -17,7 +18,7 @@ def corpus_of(pairs, domain="d"):
 pairs = st.lists(st.tuples(st.sampled_from(["One", "one!", "two", "Two", "three", "4", ":)", ":("]), st.just("x")), min_size=1)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(rows=pairs, others=st.integers(0, 12), share=st.floats(0.01, 0.9), seed=st.integers(0, 3))
 def test_both_sides_have_every_class_and_no_text_in_common(rows, others, share, seed):
     rows = rows + [(f"other {i}", "y") for i in range(others)]

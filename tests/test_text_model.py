@@ -19,6 +19,7 @@ from mtem.models import encoders, frozen
 from mtem.models.text import TextModel
 from mtem.progress import Progress
 from tests.conftest import SHAPES, make_encoder, make_texts
+from tests.tolerance import assert_near
 
 CLASSES = ("bad", "good", "nëutral thing")
 QUIET = Progress(quiet=True)
@@ -74,7 +75,7 @@ def test_saving_and_loading_keeps_classes_logits_and_length(model, tmp_path):
     model.save(tmp_path / "model")
     loaded = TextModel.load(tmp_path / "model").eval()
     assert loaded.classes == CLASSES and loaded.max_length == 24
-    torch.testing.assert_close(loaded(batch(loaded)), model(batch(model)), atol=1e-6, rtol=1e-6)
+    assert_near(loaded(batch(loaded)), model(batch(model)))
     assert {path.suffix for path in (tmp_path / "model").iterdir()} <= {".json", ".safetensors", ".txt", ".jinja"}
 
 
@@ -83,7 +84,7 @@ def test_padding_changes_nothing(model):
     tokens = model.encode_texts(texts)
     together = model(model.collate(tokens, np.array([0, 1])))
     alone = torch.cat([model(model.collate(tokens, np.array([row]))) for row in (0, 1)])
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    assert_near(together, alone)
 
 
 def test_very_long_and_empty_texts(model):
@@ -126,8 +127,8 @@ def test_head_and_features(directories, width):
         model = TextModel.create(directory, [str(number) for number in range(width)]).eval()
         logits, features = model.scores_and_features(batch(model))
         assert logits.shape == (6, width) and features.shape == (6, 32), shape
-        torch.testing.assert_close(model.head(features), logits), shape
-        torch.testing.assert_close(logits, model(batch(model)))
+        assert_near(model.head(features), logits, msg=shape)
+        assert_near(logits, model(batch(model)))
 
 
 # ---------------------------------------------------------------------- frozen layers
@@ -141,8 +142,8 @@ def test_lower_and_upper_part_together_are_the_whole_network(model, layers):
     assert model._upper, "the fast path is not taken"
     inputs = model.prepare(batch(model, 12))
     assert inputs["hidden"].shape[-1] == 32 and not inputs["hidden"].requires_grad
-    torch.testing.assert_close(model(inputs), whole, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(model.scores_and_features(inputs)[1], features, atol=1e-5, rtol=1e-5)
+    assert_near(model(inputs), whole)
+    assert_near(model.scores_and_features(inputs)[1], features)
 
 
 @pytest.mark.parametrize(("layers", "kept"), [(1, 1), (2, 2), (3, 3), (-1, 2), (-2, 1), (-9, 0)])
@@ -212,7 +213,7 @@ def test_frozen_layers_kept_on_disk_give_the_same_logits(model, tmp_path):
     rows = np.array([3, 39, 0, 17])
     inputs = model.collate(kept, rows)
     assert "hidden" in inputs and np.load(tmp_path / "lower.npy").shape == (int(tokens.lengths.sum()), 32)
-    torch.testing.assert_close(model(inputs), model(model.collate(tokens, rows)), atol=1e-5, rtol=1e-5)
+    assert_near(model(inputs), model(model.collate(tokens, rows)))
     model.lower = lambda inputs: pytest.fail("computed again")
     again = model.keep_lower(tokens, tmp_path / "lower.npy", QUIET, "frozen", 1e9)
     np.testing.assert_array_equal(again.hidden(5), kept.hidden(5))
@@ -319,7 +320,7 @@ def test_a_kernel_without_second_derivatives_is_bypassed_and_comes_back(director
         models[attention].freeze(layers)
     model = models["kernel"]
     Kernel.calls = 0
-    torch.testing.assert_close(model(batch(model)), models["eager"](batch(model)), atol=1e-5, rtol=1e-5)
+    assert_near(model(batch(model)), models["eager"](batch(model)))
     assert Kernel.calls >= 3
     wanted = index_gradient(models["eager"], "second-order")
     for engine in ("forward", "second-order"):
@@ -446,4 +447,4 @@ def test_masks_are_taken_as_transformers_would(model):
         assert mask.sum() == sum(tokens.lengths[row] for row in rows)
         with torch.no_grad():
             expected = network(input_ids=inputs["input_ids"], attention_mask=mask).logits
-            torch.testing.assert_close(model(inputs), expected, atol=1e-6, rtol=1e-5)
+            assert_near(model(inputs), expected)

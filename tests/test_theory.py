@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mtem import annealing, metagrad, rates, tsallis
@@ -22,6 +22,7 @@ from mtem.methods import Batch, Context, functional
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings
 from mtem.models.base import Model
 from mtem.progress import Progress
+from tests.conftest import examples
 from tests.test_cases import write_amazon
 
 # ---------------------------------------------------------------------- Theorems 1 and 2, measured
@@ -137,7 +138,7 @@ def loss(p: float, psi: float) -> float:
 distributions = st.lists(st.floats(0.01, 1.0), min_size=2, max_size=5).map(lambda values: [v / sum(values) for v in values])
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(p=distributions, psi=st.floats(1.01, 2.0), data=st.data())
 def test_the_ramp_is_below_twice_the_loss_up_to_index_2(p, psi, data) -> None:
     z = data.draw(st.integers(0, len(p) - 1))
@@ -147,7 +148,7 @@ def test_the_ramp_is_below_twice_the_loss_up_to_index_2(p, psi, data) -> None:
     assert 2 * loss(p[z], 2.0) <= 2 * loss(p[z], psi) + 1e-12 <= 2 * loss(p[z], 1.0) + 1e-9
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(psi=st.floats(2.01, 20.0))
 def test_above_index_2_it_is_not(psi) -> None:
     """Two classes and a probability just under one half: the ramp is 1, twice the loss less."""
@@ -239,7 +240,6 @@ def test_bound_refuses_what_it_cannot_use() -> None:
         bound.bound(adapted, (["a"], ["x"]), ["c"])
 
 
-@settings(deadline=None)
 @given(share=st.floats(0, 1), q=st.floats(1e-3, 1), c=st.floats(1e-3, 1))
 def test_no_choice_of_q_and_c_is_below_the_stated_least(share, q, c) -> None:
     assert 2 * q + share / min(c, q) >= 2 * math.sqrt(2 * share) - 1e-12
@@ -362,7 +362,7 @@ def test_the_direction_of_equation_15() -> None:
         assert annealing.temperature(t, 1.0, hot, cold, s) == pytest.approx(printed(footnote, t), abs=1e-3)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     scores=st.lists(st.floats(-3, 3), min_size=2, max_size=5),
     psi=st.floats(1.0, 5.0),

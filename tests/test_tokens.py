@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mtem.data.loading import load_corpus
 from mtem.data.tokens import Tokens, tokenize, tokenizer_fingerprint
 from mtem.errors import RunError
+from tests.processes import LIMIT
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +108,7 @@ def test_in_another_process_after_this_one_used_its_threads(tmp_path, monkeypatc
     other = context.Process(target=send_lengths, args=(theirs, tmp_path / "other", texts), daemon=True)
     other.start()
     try:
-        assert ours.poll(60), "no answer from the other process"
+        assert ours.poll(LIMIT), "no answer from the other process"
         assert ours.recv() == here
     finally:
         other.kill()

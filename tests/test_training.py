@@ -22,6 +22,7 @@ from mtem.progress import Progress
 from mtem.training import Stream, Trainer, TrainingSettings, find_device, find_precision, find_rates, make_optimizer
 from tests.conftest import make_texts
 from tests.threads import make_threads
+from tests.tolerance import assert_weights_near
 
 CPU = torch.device("cpu")
 
@@ -155,11 +156,9 @@ def test_state_round_trip_continues_to_the_same_weights(encoder, optimizer):
     assert not torch.equal(first.head.weight, second.head.weight)
 
 
-def assert_near(one, other):
+def assert_alike(one, other):
     """But for the biases of the keys: attention does not depend on them, and Adam makes steps of their gradient's rounding."""
-    for name, value in one.items():
-        if not name.endswith("key.bias"):
-            torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    assert_weights_near({name: value for name, value in one.items() if not name.endswith("key.bias")}, other)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
@@ -173,7 +172,7 @@ def test_the_fused_kernel_takes_the_steps_of_the_plain_one(encoder, monkeypatch,
         made.run()
         ends.append({name: parameter.detach() for name, parameter in model.named_parameters()})
     begun = dict(fresh(encoder).named_parameters())
-    assert_near(ends[0], ends[1])
+    assert_alike(ends[0], ends[1])
     assert not torch.allclose(ends[0]["network.classifier.weight"], begun["network.classifier.weight"], atol=1e-4)
 
 
@@ -196,7 +195,7 @@ def test_what_a_plain_optimizer_left_a_fused_one_goes_on_with(encoder, monkeypat
     resumed.load_state(kept)
     assert resumed.optimizer.param_groups[0]["fused"]
     resumed.run(5)
-    assert_near(dict(cut.named_parameters()), dict(whole.named_parameters()))
+    assert_alike(dict(cut.named_parameters()), dict(whole.named_parameters()))
 
 
 def test_given_gradients_may_have_any_strides(encoder):

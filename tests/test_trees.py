@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mtem.data.trees import Repairs, Tree, build, dump, ordered, parse, read, tree_of_row
+from tests.conftest import examples
 from tests.corpora import refusal
 
 
@@ -40,7 +41,7 @@ shapes = st.integers(1, 12).flatmap(
 # Order
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(shape=shapes)
 def test_any_order_becomes_a_tree_with_the_same_replies(shape):
     replies, permutation = shape
@@ -55,7 +56,7 @@ def test_any_order_becomes_a_tree_with_the_same_replies(shape):
     assert [depth[text] for text in tree.texts] == depths(tree.parents)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(shape=shapes)
 def test_order_changes_only_where_it_must(shape):
     replies, permutation = shape
@@ -94,7 +95,7 @@ def test_ids_are_compared_as_text():
 # Mended
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(shape=shapes, data=st.data())
 def test_what_is_mended_is_counted_and_the_rest_stays(shape, data):
     replies, _ = shape
@@ -200,7 +201,7 @@ def test_refused_by_place_and_reason(nodes, words):
 # Forms
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(texts=st.lists(st.text(), min_size=1, max_size=6), data=st.data())
 def test_dump_and_parse(texts, data):
     tree = Tree(texts, [-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, len(texts)))])

@@ -8,9 +8,14 @@ _DIGITS = 200
 
 
 def entropy(probs: Sequence[float], index: float) -> float:
-    """Eq. 1, and Eq. 2 at index 1."""
+    """Eq. 1, and Eq. 2 at index 1.
+
+    Eq. 1 is of probabilities, which add up to 1, and floats rounded one by one do not: what they lack, divided by psi - 1, is
+    larger than the entropy itself where psi is next to 1. So they are divided by their sum first.
+    """
     with mpmath.workdps(_DIGITS):
         values = [mpmath.mpf(p) for p in probs]
+        values = [p / sum(values) for p in values]
         a = mpmath.mpf(index)
         if a == 1:
             return float(-sum(p * mpmath.log(p) for p in values if p > 0))
