@@ -36,7 +36,7 @@ def make_cell(
         "preset": "recommended", "selected_by": "infomax", "oracle": variant == "oracle", "classes": CLASSES[dataset],
         "truth": "".join(map(str, truth)), "predictions": "".join(map(str, predicted)),
         "test": {"size": size, "fingerprint": f"{target}-{seed}", "rows": bits(rows.tolist(), len(examples))},
-        "overrides": {}, "protocol": cell_files.PROTOCOL,
+        "overrides": {}, "protocol": cell_files.protocol_of(setting, "none", variant == "oracle"),
         "finished": "2024-01-01T00:00:00+00:00", "seconds": 20.0, "machine": "a machine",
     }  # fmt: skip
     score = recomputed(cell)
@@ -45,7 +45,9 @@ def make_cell(
     cell |= {
         "score": score, "source_score": score - 0.02, "target_selected": {"score": score + 0.01, "search": 0, "step": 20},
         "metrics": {"accuracy": accuracy, "average_precision": {name: 0.7 for name in CLASSES[dataset]}, "trivial_f1": 0.5},
-        "estimate": {"accuracy": accuracy + 0.02, "low": accuracy - 0.01, "high": accuracy + 0.05, "source_model": None},
+        "estimate": {
+            "accuracy": accuracy + 0.02, "low": accuracy - 0.01, "high": accuracy + 0.05, "source_model": None, "left_out": 3
+        },
         "search": [{"settings": {}, "chosen_step": 0, "criterion_score": 0.4, "score": score, "candidates": candidates}],
         "chosen": 0, "settings": {},
     }  # fmt: skip

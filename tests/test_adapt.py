@@ -463,6 +463,7 @@ def test_the_estimate_compares_with_a_source_model_of_the_same_correction(tiny, 
     estimate = estimation.estimate_accuracy
     monkeypatch.setattr(estimation, "estimate_accuracy", seen)
     monkeypatch.setattr(selection, "choose", lambda scores: len(scores) - 1)  # not the source model
+    tiny |= {"validation_share": 0.3}  # of 120 texts: enough for an estimate
     record = adapt(tiny, prior=prior).record
     (given, options) = calls[-1]
     anchor, scores = options["anchor"]
@@ -502,3 +503,37 @@ def test_the_command_takes_a_source_model(tiny, tmp_path):
     assert told.exit_code == 0, told.output
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "run"))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["source_model"]["path"] == str(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("prior", ["none", "uniform"])
+def test_candidates_are_judged_as_they_would_be_shipped(tiny, monkeypatch, prior):
+    """With the bias of the assumed class shares, and source texts weighted by them."""
+    seen = []
+
+    def criterion(evidence):
+        seen.append(evidence)
+        return float(len(seen))  # the last candidate wins
+
+    monkeypatch.setitem(selection.CRITERIA, "source-validation", criterion)
+    source = [(text, label) for text, label in make_texts(120, 1) if label == "good" or hash(text) % 3]
+    adapted = adapt(
+        tiny, source={"books": tuple(map(list, zip(*source, strict=True)))}, prior=prior, criterion="source-validation"
+    )
+    probs = [inference.probabilities(evidence.target_scores).mean(axis=0) for evidence in seen]
+    if prior == "none":
+        assert all(evidence.source_weights is None for evidence in seen) and np.ptp(probs, axis=0).max() > 1e-3
+        return
+    np.testing.assert_allclose(probs, 0.5, atol=1e-3)
+    for evidence in seen:
+        by_class = np.bincount(evidence.source_labels, weights=evidence.source_weights)
+        assert_near(by_class[0], by_class[1])
+    shipped = inference.probabilities(seen[-1].target_scores)
+    found = adapted.predict_proba(list(adapted.indexes["text"]))  # the sample is the whole target
+    assert_near(np.sort(found[:, 1]), np.sort(shipped[:, 1]), size=20.0, dtype=torch.float32)
+
+
+def test_an_estimate_that_rests_on_too_few_texts_is_withheld(tiny, capsys):
+    assert estimation.FEWEST_HELD_OUT_TEXTS == 20
+    record = adapt(tiny, validation_share=0.1).record  # twelve texts
+    assert record["estimate"] == {"before": None, "after": None} and record["texts"]["source_held_out"] == 12
+    assert adapt(tiny, validation_share=0.2).record["estimate"]["after"]["accuracy"] > 0

@@ -25,6 +25,7 @@ from tests.conftest import make_texts, write_jsonl
 from tests.processes import LIMIT, content, interruptible, wait_for_begun
 
 SMALL = {"max_length": 16, "batch_size": 10, "source_epochs": 1, "epochs": 1, "evaluations": 2, "frozen_layers": 0}
+SMALL |= {"validation_share": 0.4}  # of 60 texts: enough for an estimate
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 

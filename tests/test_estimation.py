@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import beta
 
-from mtem.estimation import estimate_accuracy, warnings
+from mtem.estimation import ONE_DOMAIN, _resample, _thresholded, estimate_accuracy, warnings
+from mtem.left_out import DOMAIN, FOLD, LeftOut
 from mtem.selection import calibrate, entropy, log_softmax
 from tests.conftest import examples
 from tests.reference import selection as reference
@@ -122,40 +124,114 @@ def test_interval_shrinks_with_texts_and_repeats_with_the_seed():
     assert estimate_accuracy(source, labels, target, seed=1).low != large.low
 
 
-def test_domains_that_mislead_each_other_widen_the_interval():
+def left_out(random, name="books", rows=2000, wrong=0.0, kind=DOMAIN):
+    """What a calibrated model said; in the texts that were left out it is as sure as ever, and a share of it is wrong besides."""
+    held, held_labels = calibrated(random, 600)
+    scores, labels = calibrated(random, rows)
+    labels = np.where(random.random(rows) < wrong, (scores.argmax(axis=1) + 1) % 5, labels)
+    return LeftOut(kind, name, scores, labels, held, held_labels, scores)
+
+
+def error_of(one):
+    """The literal reading: the same estimate for the texts that were left out, less how often their labels are right."""
+    return estimate_accuracy(one.held_scores, one.held_labels, one.scores).by_threshold - accuracy(one.scores, one.labels)
+
+
+def test_errors_in_domains_that_were_left_out_widen_the_interval():
     random = np.random.default_rng(0)
     source, labels = calibrated(random, 900)
     target, _ = calibrated(random, 900)
-    domains = np.arange(900) % 3
     alone = estimate_accuracy(source, labels, target)
-    alike = estimate_accuracy(source, labels, target, source_domains=domains)
-    assert alone.domain_error is None
-    assert alike.domain_error == pytest.approx(0, abs=0.03)
-    # in the third domain the model is as sure as ever and right half as often
-    spoiled = np.where((domains == 2) & (random.random(900) < 0.5), (labels + 1) % 5, labels)
-    wide = estimate_accuracy(source, spoiled, target, source_domains=domains)
-    plain = estimate_accuracy(source, spoiled, target)
-    assert 0.15 < wide.domain_error < 0.5
-    assert wide.accuracy == plain.accuracy
-    # half-widths add in quadrature
-    below = math.hypot(plain.accuracy - plain.low, 1.96 * wide.domain_error)
-    assert wide.low == pytest.approx(max(0.0, plain.accuracy - below))
-    above = math.hypot(plain.high - plain.accuracy, 1.96 * wide.domain_error)
-    assert wide.high == pytest.approx(min(1.0, plain.accuracy + above))
-    # one domain, or one with hardly a text, says nothing
-    assert estimate_accuracy(source, labels, target, source_domains=np.zeros(900)).domain_error is None
-    lonely = (np.arange(900) < 5).astype(int)
-    assert estimate_accuracy(source, labels, target, source_domains=lonely).domain_error is None
+    assert alone.domain_error is None and alone.left_out == 0 and ONE_DOMAIN in alone.notes
+    domains = [left_out(random, str(number), wrong=wrong) for number, wrong in enumerate((0.0, 0.1, 0.5))]
+    errors = [error_of(one) for one in domains]
+    assert abs(errors[0]) < 0.05 < errors[1] < 0.2 < errors[2]
+    wide = estimate_accuracy(source, labels, target, left_out=domains)
+    assert wide.domain_error == pytest.approx(math.sqrt(sum(error**2 for error in errors) / 3))
+    assert wide.left_out == 3 and wide.accuracy == alone.accuracy and ONE_DOMAIN not in wide.notes
+    # half-widths add in quadrature; 3.182 is Student's quantile of three domains, as any table has it
+    assert wide.low < 0.1 and wide.high == 1.0
+    narrow = estimate_accuracy(source, labels, target, left_out=domains[:1] * 3)
+    plain = np.quantile(_resample(_thresholded(source, labels, target, None), 200, np.random.default_rng(0)), [0.025, 0.975])
+    for found, end in zip((narrow.low, narrow.high), plain, strict=True):
+        distance = math.hypot(end - narrow.accuracy, 3.182446 * abs(errors[0]))
+        assert abs(found - narrow.accuracy) == pytest.approx(distance, rel=1e-6)
+
+
+def test_few_domains_are_less_certain_than_many():
+    random = np.random.default_rng(1)
+    source, labels = calibrated(random, 900)
+    target, _ = calibrated(random, 900)
+    one = left_out(random, wrong=0.03)
+    widths = [
+        found.high - found.low
+        for found in (estimate_accuracy(source, labels, target, left_out=[one] * count) for count in (2, 3, 20))
+    ]
+    assert widths[0] > widths[1] > widths[2]
+
+
+def test_intervals_hold_the_truth_where_domains_differ():
+    """A domain's error is drawn at random; the target's is one more of the kind. Three domains say how large they are."""
+    random = np.random.default_rng(0)
+    inside, runs = 0, 200
+    for _ in range(runs):
+        source, labels = calibrated(random, 300)
+        domains = [left_out(random, rows=300, wrong=abs(random.normal(scale=0.08))) for _ in range(3)]
+        target = left_out(random, rows=300, wrong=abs(random.normal(scale=0.08)))
+        found = estimate_accuracy(source, labels, target.scores, left_out=domains, resamples=50)
+        inside += found.low <= accuracy(target.scores, target.labels) <= found.high
+    assert 0.9 * runs <= inside <= 0.995 * runs, inside
+
+
+def test_labeled_target_texts_are_the_estimate():
+    random = np.random.default_rng(0)
+    source, labels = calibrated(random, 900)
+    target, _ = calibrated(random, 400)
+    folds = [left_out(random, str(number), rows=25, wrong=0.4, kind=FOLD) for number in range(4)]
+    right = np.concatenate([one.scores.argmax(axis=1) == one.labels for one in folds])
+    before = estimate_accuracy(source, labels, target, left_out=folds)
+    assert before.method == "labeled target texts, cross-fitted" and before.left_out == 4 and before.domain_error is None
+    assert before.accuracy == pytest.approx(right.mean())
+    chance = 1.96 * math.sqrt(right.mean() * (1 - right.mean()) / 400)
+    low, high = beta.ppf([0.025, 0.975], right.sum() + 0.5, (~right).sum() + 0.5)  # Jeffreys' interval
+    spread = 3.182446 * np.std([part.mean() for part in np.split(right, 4)], ddof=1) / 2  # Student's, of four means
+    for found, end in ((before.low, low), (before.high, high)):
+        distance = math.hypot(max(abs(end - right.mean()), spread), chance)
+        assert abs(found - right.mean()) == pytest.approx(distance, abs=2e-3)
+    alike = estimate_accuracy(source, labels, target, left_out=folds[:1] * 4)  # parts that agree: Jeffreys' is wider
+    assert alike.high - alike.low > 2 * chance
+    # an adapted model: its own confidence, less what that was off by in the source model's
+    surer = 2 * target
+    surer[:200] = np.roll(surer[:200], 1, axis=1)
+    own = estimate_accuracy(source, labels, surer)
+    after = estimate_accuracy(source, labels, surer, left_out=folds, anchor=(before, target))
+    expected = own.by_threshold + before.accuracy - before.by_threshold
+    bound = min(max(expected, before.accuracy - 0.5), before.accuracy + 0.5)
+    assert after.accuracy == pytest.approx((before.accuracy + bound) / 2)
+    assert after.low <= after.accuracy <= after.high
+
+
+def test_models_without_a_domain_are_corrected_as_the_shipped_one_is():
+    random = np.random.default_rng(0)
+    shares = np.array([0.4, 0.3, 0.1, 0.1, 0.1])
+    one = left_out(random).with_shares(shares)
+    probs = np.exp(log_softmax(one.target_scores))
+    np.testing.assert_allclose(probs.mean(axis=0), shares, atol=1e-5)
+    plain = left_out(np.random.default_rng(0))
+    np.testing.assert_allclose(
+        one.scores - plain.scores, np.broadcast_to(one.held_scores[0] - plain.held_scores[0], one.scores.shape)
+    )
+    assert plain.with_shares(None) is plain
 
 
 def test_two_estimates_that_disagree_are_noted():
     random = np.random.default_rng(0)
     source, labels = calibrated(random, 2000)
     same = estimate_accuracy(source, labels, calibrated(random, 2000)[0])
-    assert same.notes == ()
+    assert same.notes == (ONE_DOMAIN,)
     hard = estimate_accuracy(source, labels, calibrated(random, 2000, strength=0.5)[0])
     assert abs(hard.accuracy - hard.by_confidence) > 0.05
-    assert f"{hard.by_confidence:.3f}" in hard.notes[0]
+    assert f"{hard.by_confidence:.3f}" in hard.notes[-1]
 
 
 def same(estimate, other):
@@ -173,7 +249,7 @@ def test_anchor_bounds_what_changed_predictions_can_gain():
     after = estimate_accuracy(source, labels, surer, anchor=(before, target))
     assert naive.accuracy > before.accuracy + 0.1
     assert after.accuracy == pytest.approx(before.accuracy + 0.01)  # halfway to what the 2 % allow
-    assert (after.low, after.high) == pytest.approx((before.low - 0.02, before.high + 0.02))
+    assert before.low - 0.02 <= after.low <= before.low and before.high <= after.high <= before.high + 0.02
     assert "2.0%" in after.notes[-1] and f"{naive.accuracy:.3f}" in after.notes[-1]
     assert after.source_model == before.accuracy and before.source_model is None
     assert same(estimate_accuracy(source, labels, target, anchor=(before, target)), before)
@@ -202,15 +278,14 @@ def test_assumed_shares_weight_the_source_texts():
     target, _ = calibrated(random, 500, classes=3, strength=1.5)
     kept = np.concatenate([np.flatnonzero(labels == 0)[:90], *(np.flatnonzero(labels == k)[:30] for k in (1, 2))])
     source, labels = source[kept] + np.array([0.7, 0.0, 0.0]), labels[kept]  # a model that leans as its texts do
-    domains = np.arange(len(labels)) % 2
-    weighted = estimate_accuracy(source, labels, target, target_shares=np.full(3, 1 / 3), source_domains=domains)
-    plain = estimate_accuracy(source, labels, target, source_domains=domains)
+    weighted = estimate_accuracy(source, labels, target, target_shares=np.full(3, 1 / 3))
+    plain = estimate_accuracy(source, labels, target)
     often = np.concatenate([np.arange(90), np.tile(np.arange(90, 150), 3)])
     repeated = estimate_accuracy(source[often], labels[often], target)
     for one, other in ((weighted, repeated), (plain, repeated)):  # the temperature's smoothing knows the number of texts
         alike = abs(one.accuracy - other.accuracy) < 5e-3 and abs(one.by_confidence - other.by_confidence) < 5e-3
         assert alike == (one is weighted), (weighted, repeated, plain)
-    assert weighted.source_accuracy == plain.source_accuracy and weighted.domain_error is not None
+    assert weighted.source_accuracy == plain.source_accuracy
     alike = estimate_accuracy(source, labels, target, target_shares=[0.6, 0.2, 0.2])  # as they are
     assert same(alike, estimate_accuracy(source, labels, target))
 
@@ -218,7 +293,8 @@ def test_assumed_shares_weight_the_source_texts():
 def test_estimate_is_ready_for_json():
     random = np.random.default_rng(0)
     source, labels = calibrated(random, 50)
-    estimate = estimate_accuracy(source.astype(np.float32), labels, source, source_domains=np.arange(50) % 2)
+    domains = [left_out(random, rows=50)] * 2
+    estimate = estimate_accuracy(source.astype(np.float32), labels, source, left_out=domains)
     assert json.loads(json.dumps(asdict(estimate)))["accuracy"] == estimate.accuracy
     with pytest.raises(ValueError, match="at least one"):
         estimate_accuracy(source, labels, source[:0])

@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from mtem import adapt, cli
+from mtem import settings as settings_module
+from mtem.adaptation import find_settings
 from mtem.data.corpus import text_key
 from mtem.errors import RequestError
-from mtem.experiments import cells, protocol, runner, search, splits
+from mtem.experiments import cells, page, protocol, runner, search, splits
 from tests.conftest import make_texts
 from tests.corpora import refusal, table
 from tests.processes import LIMIT, interruptible, is_group, wait_for, wait_for_begun
@@ -170,13 +173,95 @@ def test_experiments_share_cells():
 def test_any_setting_changes_the_address():
     cell = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"])[0]
     assert cell.address == dataclasses.replace(cell).address
-    assert {"prior", "index_rate", "hidden", "epochs"} <= cell.settings.keys() and "device" not in cell.settings
-    changed = [dataclasses.replace(cell, settings={**cell.settings, name: "other"}) for name in cell.settings]
-    changed += [dataclasses.replace(cell, seed=5), dataclasses.replace(cell, factors=(1.0,))]
-    changed += [
-        dataclasses.replace(cell, **{name: "other"}) for name in ("dataset", "model", "setting", "pool", "target", "preset")
+    assert {"prior", "epochs"} <= cell.changed.keys(), "BiGCN has others than the defaults"
+    assert not {"device", "index_rate", "left_out_models"} & cell.changed.keys()
+    others = [dataclasses.replace(cell, changed={**cell.changed, name: "other"}) for name in (*cell.changed, "index_rate")]
+    others += [
+        dataclasses.replace(cell, seed=5),
+        dataclasses.replace(cell, factors=(1.0,)),
+        dataclasses.replace(cell, oracle=True),
     ]
-    assert len({each.address.stem.split("-")[-1] for each in [cell, *changed]}) == len(changed) + 1
+    others += [
+        dataclasses.replace(cell, **{name: "other"}) for name in ("dataset", "model", "setting", "pool", "target", "method")
+    ]
+    assert len({each.address.stem.split("-")[-1] for each in [cell, *others]}) == len(others) + 1
+    for what in ({"index_rate": 0.25}, {"prior": "none"}, {"hidden": 32}):
+        given = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"], overrides=what)[0]
+        assert given.address != cell.address
+
+
+COMMITTED = Path(__file__).parent.parent / "results"
+PLANS = (("amazon", "minilm"), ("pheme", "bigcn"))
+
+
+def committed_plan():
+    return [cell for dataset, model in PLANS for cell in protocol.plan(protocol.EXPERIMENTS, dataset, model, model)]
+
+
+def test_a_new_setting_moves_no_cell(monkeypatch):
+    """One with a neutral default, in the training's settings and in a method's."""
+    from mtem import adaptation
+    from mtem.methods import mtem as method
+
+    before = [cell.address for cell in committed_plan()]
+    there = [address for address in before if (COMMITTED / address).is_file()]
+    assert len(there) >= 300 and len(set(before)) == len(before)
+    for module, name in ((adaptation, "TrainingSettings"), (method.Mtem, "Settings")):
+        kind = getattr(module, name)
+        field = ("made_up", float, settings_module.setting(0.0, "made up"))
+        monkeypatch.setattr(module, name, dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), frozen=True))
+    cells_now = committed_plan()
+    assert [cell.address for cell in cells_now] == before
+    one = next(cell for cell in cells_now if cell.variant == "mtem")
+    given = protocol.plan(["general"], one.dataset, one.model, one.model, variants=["mtem"], overrides={"made_up": 1.0})
+    assert given[0].changed["made_up"] == 1.0, "it is there, and where it is used it counts"
+
+
+def test_a_default_that_changes_needs_a_new_protocol():
+    """An address leaves defaults out, so what committed cells were run with must be what would be run today."""
+    checked = 0
+    for cell in committed_plan():
+        path = COMMITTED / cell.address
+        if not path.is_file():
+            continue
+        result = json.loads(path.read_text())
+        parts = find_settings(cell.model, cell.method, cell.preset, cell.given)
+        today = settings_module.record(*parts.values())
+        unlabeled = cell.setting == protocol.UNSUPERVISED and not cell.oracle
+        free = {*protocol.FREE, *(["target_labeled_share"] if unlabeled else []), *(["steps"] if cell.oracle else [])}
+        for name in (result["settings"].keys() & today.keys()) - free:
+            assert result["settings"][name] == json.loads(json.dumps(today[name])), (str(cell.address), name)
+        assert result["protocol"] == cell.protocol
+        checked += 1
+    assert checked >= 300
+
+
+def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(tmp_path):
+    from tests.made_up import make_cell
+
+    def result(protocol, seed, variant="mtem", prior="uniform"):
+        made = make_cell(variant, "ferguson", seed, dataset="pheme", settings={"prior": prior}, protocol=protocol)
+        path = tmp_path / f"cells/pheme/bigcn/unsupervised/event/{variant}-{prior}-{seed}-{protocol}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(made))
+
+    for seed in (0, 1):
+        result(1, seed)
+        result(1, seed, prior="none", variant="mtem-as-is")  # nothing has changed for these
+    result(2, 0)
+    found = cells.read(tmp_path)
+    assert sorted((cell["variant"], cell["seed"], cell["protocol"]) for cell in found.cells) == [
+        ("mtem", 0, 1), ("mtem", 1, 1), ("mtem-as-is", 0, 1), ("mtem-as-is", 1, 1),
+    ]  # fmt: skip
+    current = [("mtem", 2), ("mtem-as-is", 1), ("mtem-as-is", 1)]
+    assert sorted((cell["variant"], cell["protocol"]) for cell in found.current) == current
+    assert "2 of the 4 runs shown were made under protocol 1; 1 have been run again" in "".join(
+        page._earlier(found.cells, found.current)
+    )
+    result(2, 1)
+    found = cells.read(tmp_path)
+    assert {cell["protocol"] for cell in found.cells if cell["variant"] == "mtem"} == {2}
+    assert page._earlier(found.cells, found.current) == []
 
 
 def test_a_rehearsal_never_has_the_address_of_a_result():
@@ -224,19 +309,21 @@ def test_damaged_files_and_rehearsals_are_no_results(tmp_path):
     result = {
         **{name: getattr(cell, name) for name in names},
         "overrides": {},
-        "protocol": 1,
+        "protocol": 2,
+        "oracle": False,
+        "settings": {"prior": "uniform"},
         "finished": "2026-01-01",
         "score": 1,
     }
     path = cells.write(tmp_path, cell, result)
     cells.write(tmp_path, dataclasses.replace(cell, target="b"), {**result, "target": "b", "overrides": {"steps": "1"}})
-    cells.write(tmp_path, dataclasses.replace(cell, target="c"), {**result, "target": "c", "protocol": 0})
+    cells.write(tmp_path, dataclasses.replace(cell, target="c"), {**result, "target": "c", "protocol": 3})
     cells.write(tmp_path, dataclasses.replace(cell, factors=(9.0,)), {**result, "finished": "2025-01-01", "score": 0})
     path.with_name("half-a-0-00000000.json").write_text(path.read_text()[:40])
     path.with_name("list-a-0-00000000.json").write_text("[]")
     path.with_name(".mtem.json.abc.part").write_text("{")
-    found, damaged = cells.read(tmp_path)
-    assert [each["score"] for each in found] == [1] and cells.read_all(tmp_path) == found
+    found, damaged, current = cells.read(tmp_path)
+    assert [each["score"] for each in found] == [1] and cells.read_all(tmp_path) == found == current
     assert len(damaged) == 2 and all("run it again" in line for line in damaged)
     assert cells.read_all(tmp_path / "nothing") == []
 

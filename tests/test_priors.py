@@ -78,6 +78,26 @@ def test_what_each_setting_assumes():
     assert priors.assumed("source", np.array([1.0, 0.0]), evidence).min() == pytest.approx(priors.LEAST / (1 + priors.LEAST))
 
 
+def test_shares_of_the_labeled_target_texts():
+    """Half a label more for each class: none is impossible because a few texts lack it."""
+    nothing = (np.zeros((1, 3)), np.zeros(1, int), np.zeros((1, 3)))
+    labels = np.array([0] * 60 + [1] * 40)
+    found = priors.assumed("labeled", np.array([0.1, 0.1, 0.8]), nothing, labels)
+    np.testing.assert_allclose(found, priors.floored(np.array([60.5, 40.5, 0.5]) / 101.5))
+    assert found[2] == pytest.approx(priors.LEAST / (1 + priors.LEAST - 0.5 / 101.5), rel=1e-6)
+
+
+def test_a_run_with_the_shares_of_its_labeled_target_texts(task):
+    few = lopsided(40, 31, 0.75)
+    labeled = ([text for text, _ in few], [label for _, label in few])
+    record = mtem.adapt(**task, target_labeled=labeled, prior="labeled", method="source-only").record
+    goods = sum(label == "good" for label in labeled[1])
+    assert record["prior"]["shares"]["good"] == pytest.approx((goods + 0.5) / 41, abs=1e-3)
+    assert record["class_shares"]["target_after"]["good"] > 0.55
+    with pytest.raises(mtem.RequestError, match=r"prior=labeled: there are no labeled target texts; give --target-labeled"):
+        mtem.adapt(**task, prior="labeled")
+
+
 def test_alignment_gives_pseudo_labels_the_assumed_shares():
     align = priors.Alignment(torch.tensor([0.4, 0.6]))
     random = torch.Generator().manual_seed(0)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mtem.data import told
 from mtem.data.corpus import Corpus, check_source, check_target
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
+from mtem.left_out import LeftOut
 from mtem.models import encoders
 from mtem.models.base import Model
 from mtem.progress import Progress
@@ -140,7 +141,7 @@ def adapt(
             workspace = directory / "checkpoints"
         run = Run(
             network, kind, training, parts["method"], labeled, unlabeled, few, directory, workspace, progress, request,
-            observe=observe,
+            observe=observe, left_out=same_data(source_model, request),
         )  # fmt: skip
         return run.go(resume)
 
@@ -157,6 +158,21 @@ def say_what_was_read(corpus: Corpus, shape: type[Model], progress: Progress) ->
         progress.notice(
             f"{corpus.name}: these are threads, of which an encoder sees the first post; --model bigcn sees the replies"
         )
+
+
+def same_data(source_model: Adapted | None, request: dict[str, Any]) -> list[LeftOut] | None:
+    """What came with the source model about domains it was trained without, if it was trained on the same labeled texts."""
+    if source_model is None or "data" not in source_model.record:
+        return None
+    for part in ("source", "target_labeled"):
+        if same_files(request["data"][part]) != same_files(source_model.record["data"][part]):
+            return None
+    return source_model.left_out()
+
+
+def same_files(entries: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """What is equal for the same data; what came from memory has no sha256 of its bytes, but of its texts."""
+    return [(entry["sha256"], entry.get("texts"), entry.get("domain")) for entry in entries]
 
 
 def find_settings(model: str | os.PathLike[str], method: str, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +225,7 @@ def same_request(directory: Path, request: dict[str, Any]) -> bool:
             f"{directory}: cannot resume, it began from another source model; give the --source-model it began with"
         )
     for part, entries in wanted["data"].items():
-        if [entry["sha256"] for entry in old["data"][part]] != [entry["sha256"] for entry in entries]:
+        if same_files(old["data"][part]) != same_files(entries):
             raise RequestError(f"{directory}: cannot resume, the {part.replace('_', '-')} data have changed since")
     return old["status"] == "done"
 

@@ -16,11 +16,14 @@ from torch import Tensor
 from mtem import inference, models, weights
 from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
+from mtem.estimation import FEWEST_HELD_OUT_TEXTS
+from mtem.left_out import LeftOut, from_tensors, to_tensors
 from mtem.models import intact
 from mtem.models.base import Model
 from mtem.storage import read_json, read_tensors, replaced, write_json, write_tensors
 
 BLOCK = 50_000
+LEFT_OUT = "left-out.safetensors"
 
 
 class Adapted:
@@ -36,9 +39,10 @@ class Adapted:
         table: pa.Table | None = None,
         source_weights: dict[str, Tensor] | None = None,
         path: Path | None = None,
+        left_out: list[LeftOut] | None = None,
     ) -> None:
         self.model, self.record, self.path = model, record, path
-        self._table, self._source_weights = table, source_weights
+        self._table, self._source_weights, self._left_out = table, source_weights, left_out
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Adapted:
@@ -104,6 +108,14 @@ class Adapted:
             )
         return {**weights.everything(self.model), **(kept or {})}
 
+    def left_out(self) -> list[LeftOut]:
+        """What source models said about a domain that they were trained without; empty where none were trained."""
+        if self._left_out is None:
+            path = self.path / "checkpoints" / LEFT_OUT if self.path is not None else None
+            about = self.record.get("left_out", [])
+            self._left_out = from_tensors(read_tensors(path), about) if about and path is not None and path.is_file() else []
+        return self._left_out
+
     def _kept_source(self) -> dict[str, Tensor] | None:
         if self._source_weights is None and self.path is not None:
             place = self.path / "checkpoints" / "source.safetensors"
@@ -137,6 +149,8 @@ class Adapted:
                 pq.write_table(self._table, temporary, row_group_size=BLOCK)
         if (kept := self._kept_source()) is not None:
             write_tensors(path / "checkpoints" / "source.safetensors", kept)
+        if left_out := self.left_out():
+            write_tensors(path / "checkpoints" / LEFT_OUT, to_tensors(left_out))
         write_json(path / "run.json", self.record)
         self.path = path
 
@@ -162,7 +176,10 @@ def withheld(record: dict[str, Any]) -> str:
     """Why a run gives no estimate, in words."""
     count, unit = record["texts"]["source_held_out"], record.get("unit", "texts")
     counted = f"{count} source {unit[:-1] if count == 1 else unit} {'was' if count == 1 else 'were'}"
-    return f"no accuracy estimate: only {counted} held out, too few for one; give more labeled {unit}, or measure on labeled ones"
+    return (
+        f"no accuracy estimate: only {counted} held out, and at least {FEWEST_HELD_OUT_TEXTS} are needed; "
+        f"give more labeled {unit}, or measure on labeled ones of the target"
+    )
 
 
 def _estimated(record: dict[str, Any]) -> str:

@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import betaincinv, stdtrit
 
+from mtem.left_out import DOMAIN, FOLD, LeftOut
+from mtem.priors import class_weights
 from mtem.selection import calibrate, entropy, log_softmax
 
 FEW_TARGET_TEXTS = 200
 FEW_HELD_OUT_TEXTS = 50
-FEW_DOMAIN_TEXTS = 10  # a source domain with fewer held-out texts says nothing about the estimate's error
+FEWEST_HELD_OUT_TEXTS = 20  # with fewer there is no estimate
 DISAGREEMENT = 0.05  # between the two estimates, from here on worth a note
+ONE_DOMAIN = (
+    "the interval covers few texts, not the step to a new domain: that takes two or more source domains to leave out in turn,"
+    " or labeled target texts"
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +34,14 @@ class Estimate:
     method: str
     source_accuracy: float
     """On the held-out source texts, for comparison."""
+    by_threshold: float
+    """Average thresholded confidence, as it is."""
     by_confidence: float
     """The second opinion: source accuracy less the drop in mean confidence."""
     domain_error: float | None
-    """Root mean square error of such estimates among source domains, beyond sampling noise; None if unknown."""
+    """Root mean square error of such estimates in source domains that were left out of the training; None if unknown."""
+    left_out: int = 0
+    """How many source models the interval rests on, each trained without what it was tested on."""
     source_model: float | None = None
     """The source model's own estimate, if there is another model to estimate."""
     notes: tuple[str, ...] = ()
@@ -41,13 +52,13 @@ def estimate_accuracy(
     source_labels: np.ndarray,
     target_scores: np.ndarray,
     *,
-    source_domains: np.ndarray | None = None,
+    left_out: Sequence[LeftOut] = (),
     target_shares: np.ndarray | None = None,
     anchor: tuple[Estimate, np.ndarray] | None = None,
     resamples: int = 200,
     seed: int = 0,
 ) -> Estimate:
-    r"""Target accuracy by average thresholded confidence (Garg et al. 2022), without target labels.
+    r"""Target accuracy without target labels, by average thresholded confidence (Garg et al. 2022); or with a few, from these.
 
     The confidence is the negative entropy :math:`c = -H(p)` of the softmax at the temperature fitted on the held-out
     source texts. The threshold t splits the source texts so that as many lie below it as are wrong; the estimate is
@@ -56,85 +67,97 @@ def estimate_accuracy(
     .. math:: P_S(c < t) = P_S(\hat y \ne y), \qquad \widehat{acc} = P_T(c \ge t).
 
     Texts exactly at t count with the same fraction on both sides. Beside it stands the difference of confidences
-    (Guillory et al. 2021), :math:`acc_S - (\overline{\max p}_S - \overline{\max p}_T)`. Thresholding is right when the
-    target has more (or fewer) of the hard texts the source knows, and for models that are too sure of unfamiliar texts,
-    as fine-tuned ones are; it is too low for a model that knows how unsure it is. There the difference is right, which
-    is too high for the former. The interval reaches to both, and a gap of 5 points is noted.
+    (Guillory et al. 2021), :math:`acc_S - (\overline{\max p}_S - \overline{\max p}_T)`; a gap of 5 points is noted.
 
-    The 95 % interval is a Bayesian bootstrap over source and target texts (Dirichlet weights, half a text of either
-    kind added to each share, so a perfect score on few texts is not taken for certainty; the temperature is kept).
-    With two or more ``source_domains`` (one domain number per source text) the accuracy of each is predicted by the
-    threshold of the others and compared with the truth; the mean square of the errors beyond sampling noise is added
-    in quadrature. What it all covers: few texts, and a shift as mild as the one among source domains that the model was
-    trained on. What it does not cover: a shift of another kind.
+    **The interval.** A Bayesian bootstrap over source and target texts (Dirichlet weights, half a text of either kind added to
+    each share, so a perfect score on few texts is not taken for certainty; the temperature is kept) says how much few texts
+    matter. How much a new domain matters, ``left_out`` says: source models that were trained without one source domain each,
+    with their errors :math:`e_d`, the same estimate for that domain less its true accuracy. If errors in new domains scatter
+    around 0, with the target's as one more of the :math:`D` that are known,
+
+    .. math:: t_{0.975}(D) \sqrt{\tfrac1D \sum_d e_d^2}
+
+    is the half-width (t: Student's quantile); it is added to the bootstrap's in quadrature. Without ``left_out`` (one source
+    domain) the interval covers few texts alone, and reaches to the second opinion; a note says so. It cannot cover a shift of
+    another kind than the one among the source domains.
+
+    **Labeled target texts.** If ``left_out`` has models trained without a part of these, the source model's accuracy is simply
+    how often they are right on the part that they have not seen. The interval is Student's for the mean over the F parts, with
+    :math:`t_{0.975}(F - 1)\, s / \sqrt F` as half-width, since the model that is shipped is one more that might have come out
+    otherwise; no narrower than Jeffreys' for that share; and wider by the chance in which texts the target has.
 
     With ``target_shares``, those of the K classes in the target as far as they are known or assumed, the source texts of
     a class count so much that all together have these shares: a model that was corrected for them is at its best there.
 
-    An adapted model was trained to be sure of these very texts, so by its own confidence it looks better than it is.
+    **An adapted model** was trained to be sure of these very texts, so by its own confidence it looks better than it is.
     ``anchor`` is what helps: the source model's estimate a and its scores on the same target texts. If the two models
-    disagree on a share d of the texts, their accuracies differ by d at most, so the own estimate e is brought within
-    [a - d, a + d] and its interval within the anchor's, d wider at either end; where the bound bites, that is its
-    interval. The truth is then looked for between a, where the adaptation has gained nothing, and e, where it is right
-    wherever it is sure: the estimate is halfway, and the interval reaches over both.
+    disagree on a share d of the texts, their accuracies differ by d at most, so the own estimate e (less what the source model's
+    was off by, where labeled target texts tell) is brought within [a - d, a + d]. The truth is then looked for between a, where
+    the adaptation has gained nothing, and e, where it is right wherever it is sure: the estimate is halfway. The interval reaches
+    over a's and over one of e's own half-widths around it, but not by more than d beyond a's.
     """
     source_scores, target_scores = np.asarray(source_scores), np.asarray(target_scores)
     source_labels = np.asarray(source_labels)
     if not len(source_scores) or not len(target_scores):
         raise ValueError("an estimate wants at least one source text and one target text")
-    random = np.random.default_rng(seed)
-    weights = _class_weights(source_labels, target_shares)
-    temperature = calibrate(source_scores, source_labels, weights)
-    source, target = log_softmax(source_scores, temperature), log_softmax(target_scores, temperature)
-    right = source.argmax(axis=1) == source_labels
-    weighted = float(np.average(right, weights=weights))
-
-    source_confidence, target_confidence = -entropy(source), -entropy(target)
-    accuracy = _share_at_least_as_sure(source_confidence, 1 - weighted, target_confidence, weights)
-    gap = float(np.average(np.exp(source.max(axis=1)), weights=weights) - np.exp(target.max(axis=1)).mean())
-    by_confidence = min(1.0, max(0.0, weighted - gap))
-
-    drawn = _resample(source_confidence, right, weights, target_confidence, resamples, random)
+    own = _thresholded(source_scores, source_labels, target_scores, target_shares)
+    drawn = _resample(own, resamples, np.random.default_rng(seed))
     ends = np.quantile(drawn, [0.025, 0.975])
+    accuracy, method, notes = own.accuracy, "average thresholded confidence", []
     below, above = max(0.0, accuracy - float(ends[0])), max(0.0, float(ends[1]) - accuracy)
-    domain_error = None
-    if source_domains is not None:
-        domain_error = _error_across_domains(source_scores, source_labels, np.asarray(source_domains), target_shares)
-    widening = 1.96 * (domain_error or 0.0)
-    low = min(accuracy - math.hypot(below, widening), by_confidence)
-    high = max(accuracy + math.hypot(above, widening), by_confidence)
 
-    notes = []
-    if abs(accuracy - by_confidence) > DISAGREEMENT:
-        notes.append(f"the drop in confidence alone would say {by_confidence:.3f}, thresholding says {accuracy:.3f}")
+    domains = [one for one in left_out if one.kind == DOMAIN]
+    folds = [one for one in left_out if one.kind == FOLD]
+    domain_error = None
+    if folds:
+        parts = [one.with_shares(target_shares).right for one in folds]
+        right = np.concatenate(parts)
+        method = "labeled target texts, cross-fitted"
+        notes.append(f"from {len(right)} labeled target texts; confidence alone would say {accuracy:.3f}")
+        accuracy = float(right.mean())
+        below, above = _share_interval(parts, len(target_scores))
+    elif domains:
+        errors = [_domain_error(one, target_shares) for one in domains]
+        domain_error = math.sqrt(float(np.mean(np.square(errors))))
+        widening = float(stdtrit(len(errors), 0.975)) * domain_error
+        below, above = math.hypot(below, widening), math.hypot(above, widening)
+    else:
+        below, above = max(below, accuracy - own.by_confidence), max(above, own.by_confidence - accuracy)
+        notes.append(ONE_DOMAIN)
+    if not folds and abs(accuracy - own.by_confidence) > DISAGREEMENT:
+        notes.append(f"the drop in confidence alone would say {own.by_confidence:.3f}, thresholding says {accuracy:.3f}")
+    low, high = accuracy - below, accuracy + above
+
     if anchor is not None:
         before, before_scores = anchor
         if len(before_scores) != len(target_scores):
             raise ValueError(f"the anchor wants scores of the {len(target_scores)} texts, got {len(before_scores)}")
         changed = float((np.asarray(before_scores).argmax(axis=1) != target_scores.argmax(axis=1)).mean())
-        unbound, own = accuracy, min(max(accuracy, before.accuracy - changed), before.accuracy + changed)
-        lowest, highest = before.low - changed, before.high + changed
-        if own != unbound:
-            low, high = lowest, highest
+        sure = own.accuracy + (before.accuracy - before.by_threshold if folds else 0.0)
+        bound = min(max(sure, before.accuracy - changed), before.accuracy + changed)
+        if bound != sure:
             notes.append(
-                f"confidence alone would say {unbound:.3f}, but only {changed:.1%} of the predictions differ"
+                f"confidence alone would say {sure:.3f}, but only {changed:.1%} of the predictions differ"
                 f" from the source model's, estimated at {before.accuracy:.3f}"
             )
-        low, high = min(max(low, lowest), own), max(min(high, highest), own)
-        accuracy, low, high = (before.accuracy + own) / 2, min(low, before.low), max(high, before.high)
-        if abs(own - before.accuracy) > DISAGREEMENT:
+        accuracy = (before.accuracy + bound) / 2
+        low, high = min(bound - below, before.low), max(bound + above, before.high)
+        low, high = max(low, before.low - changed), min(high, before.high + changed)
+        if abs(bound - before.accuracy) > DISAGREEMENT:
             notes.append(
-                f"halfway between the source model's {before.accuracy:.3f} and the adapted model's own {own:.3f}:"
+                f"halfway between the source model's {before.accuracy:.3f} and the adapted model's own {bound:.3f}:"
                 " self-training makes a model surer than it is right"
             )
     return Estimate(
         accuracy=accuracy,
         low=max(0.0, low),
         high=min(1.0, high),
-        method="average thresholded confidence",
-        source_accuracy=float(right.mean()),
-        by_confidence=by_confidence,
+        method=method,
+        source_accuracy=float(own.right.mean()),
+        by_threshold=own.accuracy,
+        by_confidence=own.by_confidence,
         domain_error=domain_error,
+        left_out=len(folds or domains),
         source_model=None if anchor is None else anchor[0].accuracy,
         notes=tuple(notes),
     )
@@ -148,6 +171,7 @@ def warnings(
     classes: Sequence[str],
     *,
     held_out: int | None = None,
+    unit: str = "texts",
 ) -> list[str]:
     """One line per thing to worry about.
 
@@ -159,6 +183,7 @@ def warnings(
     texts : number of unlabeled target texts there are.
     classes : the K names.
     held_out : number of held-out source texts, if known.
+    unit : what they are called, in the plural.
     """
     count = len(classes)
     source_share = np.asarray(source_share, dtype=float)
@@ -169,7 +194,7 @@ def warnings(
     all_in_one = count > 1 and len(predicted) > 1 and share.max() == 1
     if all_in_one:
         found.append(
-            f"collapse: all {len(predicted)} target texts are predicted {classes[int(share.argmax())]!r};"
+            f"collapse: all {len(predicted)} target {unit} are predicted {classes[int(share.argmax())]!r};"
             " do not use these predictions"
         )
     else:
@@ -196,25 +221,17 @@ def warnings(
                 " them before relying on it"
             )
     if texts < FEW_TARGET_TEXTS:
-        found.append(f"few texts: {texts} target texts, fewer than {FEW_TARGET_TEXTS}; adaptation may do harm")
+        found.append(f"few {unit}: {texts} target {unit}, fewer than {FEW_TARGET_TEXTS}; adaptation may do harm")
     if held_out is not None and held_out < FEW_HELD_OUT_TEXTS:
         found.append(
-            f"few texts: {held_out} held-out source texts, fewer than {FEW_HELD_OUT_TEXTS}; selection and the accuracy"
-            " estimate are unreliable"
+            f"few {unit}: {held_out} held-out source {unit}, fewer than {FEW_HELD_OUT_TEXTS}; the choice of weights and the"
+            " accuracy estimate are unreliable"
         )
     return found
 
 
 def _before(scores: np.ndarray | None, k: int) -> str:
     return "" if scores is None else f" ({(np.asarray(scores).argmax(axis=1) == k).mean():.1%} before adaptation)"
-
-
-def _class_weights(labels: np.ndarray, shares: np.ndarray | None) -> np.ndarray:
-    """A weight for each text with which the classes that there are have the given shares; 1 on average."""
-    if shares is None:
-        return np.ones(len(labels))
-    weights = np.asarray(shares, dtype=float)[labels] / np.bincount(labels, minlength=len(shares))[labels]
-    return weights / weights.mean() if weights.any() else np.ones(len(labels))
 
 
 def _share_at_least_as_sure(
@@ -241,43 +258,60 @@ def _share_at_least_as_sure(
     return float((weights * ((target > threshold) + counted * (target == threshold))).sum() / weights.sum())
 
 
-def _resample(
-    source: np.ndarray,
-    right: np.ndarray,
-    weights: np.ndarray,
-    target: np.ndarray,
-    resamples: int,
-    random: np.random.Generator,
-) -> np.ndarray:
+@dataclass(frozen=True)
+class _Thresholded:
+    """Average thresholded confidence and what it rests on."""
+
+    accuracy: float
+    by_confidence: float
+    right: np.ndarray
+    weights: np.ndarray
+    source_confidence: np.ndarray
+    target_confidence: np.ndarray
+
+
+def _thresholded(scores: np.ndarray, labels: np.ndarray, target_scores: np.ndarray, shares: np.ndarray | None) -> _Thresholded:
+    weights = class_weights(labels, shares)
+    temperature = calibrate(scores, labels, weights)
+    source, target = log_softmax(scores, temperature), log_softmax(target_scores, temperature)
+    right = source.argmax(axis=1) == labels
+    weighted = float(np.average(right, weights=weights))
+    source_confidence, target_confidence = -entropy(source), -entropy(target)
+    accuracy = _share_at_least_as_sure(source_confidence, 1 - weighted, target_confidence, weights)
+    gap = float(np.average(np.exp(source.max(axis=1)), weights=weights) - np.exp(target.max(axis=1)).mean())
+    by_confidence = min(1.0, max(0.0, weighted - gap))
+    return _Thresholded(accuracy, by_confidence, right, weights, source_confidence, target_confidence)
+
+
+def _domain_error(left_out: LeftOut, shares: np.ndarray | None) -> float:
+    """The estimate for a domain that the model has not seen, less the truth."""
+    said = left_out.with_shares(shares)
+    return _thresholded(said.held_scores, said.held_labels, said.scores, shares).accuracy - float(said.right.mean())
+
+
+def _share_interval(parts: Sequence[np.ndarray], texts: int) -> tuple[float, float]:
+    """How far below and above the share that is right in all parts together that of `texts` others may be."""
+    right = np.concatenate(parts)
+    hits, count = float(right.sum()), len(right)
+    low, high = betaincinv(hits + 0.5, count - hits + 0.5, [0.025, 0.975])
+    share, smoothed = hits / count, (hits + 0.5) / (count + 1)
+    spread = 0.0
+    if len(parts) > 1:
+        means = [part.mean() for part in parts]
+        spread = float(stdtrit(len(parts) - 1, 0.975) * np.std(means, ddof=1) / math.sqrt(len(parts)))
+    chance = 1.96 * math.sqrt(smoothed * (1 - smoothed) / texts)
+    return math.hypot(max(share - low, spread), chance), math.hypot(max(high - share, spread), chance)
+
+
+def _resample(own: _Thresholded, resamples: int, random: np.random.Generator) -> np.ndarray:
     """[resamples] estimates under Dirichlet weights of the texts: a share n/N becomes Beta(n + 1/2, N - n + 1/2)."""
     drawn = np.empty(resamples)
     for index in range(resamples):
-        source_weights = weights * random.standard_exponential(len(source))
-        target_weights = random.standard_exponential(len(target))
+        source_weights = own.weights * random.standard_exponential(len(own.source_confidence))
+        target_weights = random.standard_exponential(len(own.target_confidence))
         more_wrong, more_right, more_below, more_above = random.standard_gamma(0.5, size=4)
-        error = (source_weights[~right].sum() + more_wrong) / (source_weights.sum() + more_wrong + more_right)
-        share = _share_at_least_as_sure(source, error, target, source_weights, target_weights)
+        error = (source_weights[~own.right].sum() + more_wrong) / (source_weights.sum() + more_wrong + more_right)
+        share = _share_at_least_as_sure(own.source_confidence, error, own.target_confidence, source_weights, target_weights)
         total = target_weights.sum()
         drawn[index] = (share * total + more_above) / (total + more_above + more_below)
     return drawn
-
-
-def _error_across_domains(scores: np.ndarray, labels: np.ndarray, domains: np.ndarray, shares: np.ndarray | None) -> float | None:
-    """Root of the mean, over source domains, of (estimate by the other domains - truth)^2 less sampling variance."""
-    numbers, counts = np.unique(domains, return_counts=True)
-    numbers = numbers[counts >= FEW_DOMAIN_TEXTS]
-    if len(numbers) < 2:
-        return None
-    excess = []
-    for number in numbers:
-        inside = domains == number
-        others, own = _class_weights(labels[~inside], shares), _class_weights(labels[inside], shares)
-        temperature = calibrate(scores[~inside], labels[~inside], others)
-        log_probs = log_softmax(scores, temperature)
-        confidence, right = -entropy(log_probs), log_probs.argmax(axis=1) == labels
-        error = 1 - float(np.average(right[~inside], weights=others))
-        estimate = _share_at_least_as_sure(confidence[~inside], error, confidence[inside], others, own)
-        smoothed = (right.sum() + 0.5) / (len(right) + 1)
-        noise = smoothed * (1 - smoothed) * (1 / inside.sum() + 1 / (~inside).sum())
-        excess.append((estimate - float(np.average(right[inside], weights=own))) ** 2 - noise)
-    return math.sqrt(max(0.0, float(np.mean(excess))))

@@ -8,10 +8,10 @@ small, the predictions drift to the larger one with every step. Two remedies, wi
 - *correction*: the finished classifier gets a bias for each class with which its mean prediction on the unlabeled target texts
   is :math:`\pi`.
 
-:math:`\pi` may be uniform, the source's, or estimated by expectation-maximisation (Saerens et al. 2002) on probabilities whose
-temperature and biases were fitted on held-out source texts (without that the estimate follows the classifier's errors). The
-estimate assumes that the classes look alike in both domains and only their shares differ; where they do not, it is wrong, and
-`uniform` is the safer choice.
+:math:`\pi` may be uniform, the source's, that of the labeled target texts (where there are some), or estimated by
+expectation-maximisation (Saerens et al. 2002) on probabilities whose temperature and biases were fitted on held-out source
+texts (without that the estimate follows the classifier's errors). The estimate assumes that the classes look alike in both
+domains and only their shares differ; where they do not, it is wrong, and `uniform` is the safer choice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scipy.optimize import minimize
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
-KINDS = ("none", "uniform", "source", "estimated")
+KINDS = ("none", "uniform", "source", "estimated", "labeled")
 LEAST = 0.01  # no class is assumed to be rarer: its bias would be without bounds
 
 
@@ -57,13 +57,34 @@ def estimate(source_scores: np.ndarray, source_labels: np.ndarray, target_scores
     return floored(shares)
 
 
-def assumed(kind: str, source_shares: np.ndarray, evidence: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray | None:
-    """The shares that a setting stands for; `evidence` is what `estimate` takes."""
+def assumed(
+    kind: str,
+    source_shares: np.ndarray,
+    evidence: tuple[np.ndarray, np.ndarray, np.ndarray],
+    target_labels: np.ndarray | None = None,
+) -> np.ndarray | None:
+    """The shares that a setting stands for; `evidence` is what `estimate` takes, `target_labels` are class numbers."""
     if kind == "none":
         return None
     if kind == "uniform":
         return np.full(len(source_shares), 1 / len(source_shares))
+    if kind == "labeled":
+        return counted([] if target_labels is None else target_labels, len(source_shares))
     return floored(source_shares if kind == "source" else estimate(*evidence))
+
+
+def counted(labels: np.ndarray, classes: int) -> np.ndarray:
+    """The classes' shares among some labels, half a label added to each: a class that a few texts lack may still be there."""
+    counts = np.bincount(np.asarray(labels, dtype=np.int64), minlength=classes) + 0.5
+    return floored(counts / counts.sum())
+
+
+def class_weights(labels: np.ndarray, shares: np.ndarray | None) -> np.ndarray:
+    """A weight for each text with which the classes that there are have the given shares; 1 on average."""
+    if shares is None:
+        return np.ones(len(labels))
+    weights = np.asarray(shares, dtype=float)[labels] / np.bincount(labels, minlength=len(shares))[labels]
+    return weights / weights.mean() if weights.any() else np.ones(len(labels))
 
 
 def floored(shares: np.ndarray) -> np.ndarray:

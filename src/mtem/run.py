@@ -19,6 +19,8 @@ from mtem.adapted import Adapted, index_table
 from mtem.atomic import disk_errors
 from mtem.data.corpus import Corpus
 from mtem.data.splits import hold_out
+from mtem.errors import RequestError
+from mtem.left_out import FOLD, LeftOut, Part, find_parts, from_tensors, to_tensors
 from mtem.methods import Context, Method
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.progress import Progress
@@ -31,7 +33,7 @@ from mtem.storage import (
     write_json,
     write_tensors,
 )
-from mtem.training import Stream, Trainer, TrainingSettings, find_rates
+from mtem.training import Stream, Trainer, TrainingSettings, find_rates, share_of
 from mtem.weights import add_bias, clone, current, head_buffers, load
 
 Observer = Callable[[dict[str, Any], Any], None]
@@ -56,11 +58,14 @@ class Run:
         request: dict[str, Any],
         *,
         observe: Observer | None = None,
+        left_out: list[LeftOut] | None = None,
     ) -> None:
-        """With a "source_model" in the request, `model` has that theta_1 already."""
+        """With a "source_model" in the request, `model` has that theta_1 already; `left_out` came with it."""
+        if training.prior == "labeled" and few is None:
+            raise RequestError("prior=labeled: there are no labeled target texts; give --target-labeled, or another prior")
         self.model, self.kind, self.settings, self.method_settings = model, kind, training, method_settings
         self.target, self.directory, self.workspace, self.progress = target, directory, workspace, progress
-        self.request, self.observe = request, observe
+        self.request, self.observe, self.unit = request, observe, target.unit
         self.source_rate, self.rate = find_rates(training, model.default_rates())
         self.checkpoints = Checkpoints(workspace)
         self.generator = torch.Generator().manual_seed(training.seed)
@@ -70,6 +75,8 @@ class Run:
         self.best: dict[str, Tensor] = {}
         self.seen: dict[int, selection.Evidence] = {}  # of theta_1 and of the best candidate, by step
         self.source_weights: dict[str, Tensor] = {}
+        self.initial = {} if request["source_model"] else clone({**current(model), **head_buffers(model)})
+        self.left_out = left_out or []
 
         # Labeled target texts join the source set; all of them are trained on, so validation is the source's alone.
         train, self.held = hold_out(source, source.classes, training.validation_share, training.seed)
@@ -77,7 +84,7 @@ class Run:
         self.labels = self.labeled.label_numbers(source.classes)
         self.extra = np.arange(len(source), len(self.labeled))
         self.train = np.concatenate([train, self.extra])
-        self.source_domains = source.domain_numbers()[self.held]
+        self.domains, self.domain_numbers = source.domains, source.domain_numbers()
         self.classes = source.classes
         self.shares = np.bincount(self.labels[self.train], minlength=len(self.classes)) / len(self.train)
         self.align = priors.Alignment()
@@ -121,8 +128,9 @@ class Run:
         )
         self.target_stream = Stream(self.model, target, np.arange(len(self.target)), None, size, 2 * seed + 1)
         self.few_stream = None
-        if len(self.extra):
-            self.few_stream = Stream(self.model, labeled, self.extra, self.labels, min(size, len(self.extra)), 2 * seed + 2)
+        if len(self.extra):  # the very texts that the labeled batches have of them
+            often = self.settings.target_labeled_share or len(self.extra) / len(self.train)
+            self.few_stream = Stream(self.model, labeled, self.extra, self.labels, share_of(size, often), 2 * seed + 1)
         steps = self.settings.steps
         self.steps = round(self.settings.epochs * self.target_stream.per_epoch) if steps is None else steps
         if self.kind is SourceOnly:
@@ -132,13 +140,16 @@ class Run:
         self.choose_evaluations(size)
 
     def encoded(self, corpus: Corpus, name: str) -> Any:
-        with self.progress.stage(f"tokens of the {name} texts", len(corpus)):
+        with self.progress.stage(f"tokens of the {name} {self.unit}", len(corpus)):
             tokens = self.model.encode(corpus, progress=lambda done, _: self.progress.advance(done))
         path = self.workspace / f"frozen-{name}.npy"
-        return self.model.keep_lower(tokens, path, self.progress, f"frozen layers, {name} texts", FROZEN_LIMIT)
+        return self.model.keep_lower(tokens, path, self.progress, f"frozen layers, {name} {self.unit}", FROZEN_LIMIT)
 
     def choose_evaluations(self, size: int) -> None:
-        """When weights are judged and on how many texts: about a tenth of the adaptation's cost at most."""
+        """When candidates are judged and on how many texts: about a tenth of the adaptation's cost at most.
+
+        The final estimate is made once, and uses all held-out texts.
+        """
         count = min(self.settings.evaluations, max(self.steps, 1))
         self.evaluate_at = {round(self.steps * (number + 1) / count) for number in range(count)} if self.steps else set()
         affordable = max(200, int(1.4 * size * self.steps / count / 2))
@@ -147,8 +158,7 @@ class Run:
         # A correction of the prior is no better than its sample: it must not depend on how many steps a method takes.
         seen = most if self.settings.prior == "none" else self.settings.evaluation_texts
         self.target_sample = np.sort(draw.permutation(len(self.target))[:seen])
-        picked = np.sort(draw.permutation(len(self.held))[:most])
-        self.held, self.source_domains = self.held[picked], self.source_domains[picked]
+        self.judged_on = self.held[np.sort(draw.permutation(len(self.held))[:most])]
 
     def train_source(self, done: int, tensors: dict[str, Tensor]) -> None:
         """Stage 1: theta_1."""
@@ -182,23 +192,28 @@ class Run:
         """Choose, estimate, write."""
         chosen = selection.choose([entry["score"] for entry in self.candidates])
         step = self.candidates[chosen]["step"]
+        self.train_left_out()
         load(self.model, self.source_weights)
-        before = self.seen.get(0) or self.evidence()  # a resumed run has not seen them
+        before = self.final_evidence(0)
         if step:
             load(self.model, self.best or self.read_weights(f"best-{step}"))
-        after = (self.seen.get(step) or self.evidence()) if step else before
+        after = self.final_evidence(step) if step else before
         source_alike = self.with_prior(before)  # the source model as this one is: corrected, if it is
         corrected, after = self.correct_prior(after)
-        estimate = lambda seen, anchor=None: estimation.estimate_accuracy(  # noqa: E731
-            seen.source_scores, seen.source_labels, seen.target_scores, source_domains=self.source_domains,
-            target_shares=None if self.align.shares is None else self.align.shares.cpu().numpy(),
-            anchor=anchor, seed=self.settings.seed,
-        )  # fmt: skip
-        first = estimate(before)
-        anchor = (estimate(source_alike), source_alike.target_scores) if step else None
-        then = first if after is before else estimate(after, anchor)
+        first = self.estimate(before)
+        then = first
+        if after is not before:
+            alike = self.estimate(source_alike, self.assumed()) if step else None
+            anchor = None if alike is None else (alike, source_alike.target_scores)
+            then = self.estimate(after, self.assumed(), anchor)
         told = estimation.warnings(
-            self.shares, before.target_scores, after.target_scores, len(self.target), self.classes, held_out=len(self.held)
+            self.shares,
+            before.target_scores,
+            after.target_scores,
+            len(self.target),
+            self.classes,
+            held_out=len(self.held),
+            unit=self.unit,
         )
         if self.steps and step == 0:
             told.insert(
@@ -206,7 +221,7 @@ class Run:
                 f"the source model is kept: by {self.settings.criterion} no weights of the adaptation were better than it "
                 f"({self.candidates[0]['score']:.4f}); the adapted ones were not used",
             )
-        with self.progress.stage("predicting the target texts", len(self.target)):
+        with self.progress.stage(f"predicting the target {self.unit}", len(self.target)):
             scores = inference.score(self.model, self.target_stream.tokens, progress=self.progress).scores
         record = {
             "status": "done",
@@ -220,7 +235,13 @@ class Run:
                 "kept_source_model": step == 0,
                 "candidates": self.candidates,
             },
-            "estimate": {"before": dataclasses.asdict(first), "after": dataclasses.asdict(then)},
+            "estimate": {
+                name: None if one is None else dataclasses.asdict(one) for name, one in (("before", first), ("after", then))
+            },
+            "left_out": [
+                {"kind": one.kind, "name": one.name, "texts": len(one.labels), "accuracy": round(float(one.right.mean()), 4)}
+                for one in self.left_out
+            ],
             "class_shares": {
                 "source_labels": named(self.classes, self.shares),
                 "target_before": named(self.classes, shares(before.target_scores)),
@@ -231,8 +252,9 @@ class Run:
         }
         index = method.indexes()
         adapted = Adapted(
-            self.model, record, index_table(self.target, self.classes, scores, index), self.source_weights, self.directory
-        )
+            self.model, record, index_table(self.target, self.classes, scores, index), self.source_weights, self.directory,
+            self.left_out,
+        )  # fmt: skip
         if self.directory is not None:
             adapted.save(self.directory)
             self.tidy()
@@ -247,8 +269,9 @@ class Run:
         kind = self.settings.prior
         if kind == "none":
             return priors.Alignment()
-        seen = self.evidence()
-        shares = priors.assumed(kind, self.shares, (seen.source_scores, seen.source_labels, seen.target_scores))
+        seen = self.evidence(self.held)
+        evidence = seen.source_scores, seen.source_labels, seen.target_scores
+        shares = priors.assumed(kind, self.shares, evidence, self.labels[self.extra])
         return priors.Alignment(torch.tensor(shares, dtype=torch.float32, device=self.model.device))
 
     def correct_prior(self, seen: selection.Evidence) -> tuple[dict[str, Any] | None, selection.Evidence]:
@@ -262,11 +285,17 @@ class Run:
         return told, self.with_prior(seen)
 
     def with_prior(self, seen: selection.Evidence) -> selection.Evidence:
-        """What the model would say with those biases."""
-        if self.align.shares is None:
+        """What the model would say with those biases; source texts count as if their classes had the assumed shares too."""
+        if self.align.shares is None or not seen.finite:
             return seen
         bias = self.prior_bias(seen.target_scores)
-        return dataclasses.replace(seen, source_scores=seen.source_scores + bias, target_scores=seen.target_scores + bias)
+        return dataclasses.replace(
+            seen, source_scores=seen.source_scores + bias, target_scores=seen.target_scores + bias,
+            source_weights=priors.class_weights(seen.source_labels, self.assumed()),
+        )  # fmt: skip
+
+    def assumed(self) -> np.ndarray | None:
+        return None if self.align.shares is None else self.align.shares.double().cpu().numpy()
 
     def prior_bias(self, scores: np.ndarray) -> np.ndarray:
         assert self.align.shares is not None
@@ -285,9 +314,10 @@ class Run:
             meta_loss = method.meta_loss(
                 self.source_stream.of(self.held[:size]), self.target_stream.of(self.target_sample[:size])
             )
-        evidence = self.evidence(meta_loss)
-        cheap = {name: selection.score(name, evidence) for name in ("source-validation", "infomax")}
-        entry = {"step": step, "score": selection.score(self.settings.criterion, evidence), **cheap}
+        evidence = self.evidence(self.judged_on, meta_loss)
+        shipped = self.with_prior(evidence)
+        cheap = {name: selection.score(name, shipped) for name in ("source-validation", "infomax")}
+        entry = {"step": step, "score": selection.score(self.settings.criterion, shipped), **cheap}
         entry = {name: value if np.isfinite(value) else -1e9 for name, value in entry.items()}
         self.candidates.append(entry)
         line = {"stage": "evaluation", **entry, "target_shares": named(self.classes, shares(evidence.target_scores))}
@@ -303,13 +333,69 @@ class Run:
             if self.directory is not None:
                 write_tensors(self.workspace / f"best-{step}.safetensors", weights)
 
-    def evidence(self, meta_loss: float | None = None) -> selection.Evidence:
+    def evidence(self, held: np.ndarray, meta_loss: float | None = None) -> selection.Evidence:
         """What the model as it is now says about held-out source texts and a sample of the target."""
-        source = inference.score(self.model, self.source_stream.tokens, self.held, features=True)
+        source = inference.score(self.model, self.source_stream.tokens, held, features=True)
         target = inference.score(self.model, self.target_stream.tokens, self.target_sample, features=True)
-        return selection.Evidence(
-            source.scores, self.labels[self.held], target.scores, source.features, target.features, meta_loss
-        )
+        return selection.Evidence(source.scores, self.labels[held], target.scores, source.features, target.features, meta_loss)
+
+    def final_evidence(self, step: int) -> selection.Evidence:
+        """That of the weights of `step`, which the model has now, on all held-out texts."""
+        seen = self.seen.get(step)  # a resumed run has not seen them
+        return seen if seen is not None and len(self.judged_on) == len(self.held) else self.evidence(self.held)
+
+    def estimate(
+        self,
+        seen: selection.Evidence,
+        shares: np.ndarray | None = None,
+        anchor: tuple[estimation.Estimate, np.ndarray] | None = None,
+    ) -> estimation.Estimate | None:
+        """Of a model that is corrected for these class shares, if any. None where there is too little to estimate from."""
+        if not seen.finite or (len(self.held) < estimation.FEWEST_HELD_OUT_TEXTS and not self.left_out):
+            return None
+        return estimation.estimate_accuracy(
+            seen.source_scores, seen.source_labels, seen.target_scores, left_out=self.left_out, target_shares=shares,
+            anchor=anchor, seed=self.settings.seed,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ models that have not seen what they are tested on
+
+    def train_left_out(self) -> None:
+        """`self.left_out`, unless it came with the source model; the model's weights are others afterwards."""
+        if self.request["source_model"] or not self.source_steps:
+            return
+        parts = find_parts(
+            self.domains, self.domain_numbers, self.labels, self.train, self.held, self.extra,
+            most=self.settings.left_out_models, texts=self.settings.evaluation_texts, seed=self.settings.seed,
+        )  # fmt: skip
+        state = random_state(self.generator)
+        for number, part in enumerate(parts):
+            path, about = self.workspace / f"left-out-{number}.safetensors", [{"kind": part.kind, "name": part.name}]
+            if not path.exists():
+                write_tensors(path, to_tensors([self.left_out_model(part, number)]))
+            self.left_out += from_tensors(read_tensors(path), about)
+        restore_random_state(state, self.generator)
+
+    def left_out_model(self, part: Part, number: int) -> LeftOut:
+        """A source model from the same start as theta_1, trained without the part, and what it says."""
+        load(self.model, self.initial)
+        tokens, settings = self.source_stream.tokens, self.settings
+        extra = np.intersect1d(self.extra, part.trained)
+        stream = Stream(
+            self.model, tokens, part.trained, self.labels, settings.batch_size, 2 * settings.seed, extra=extra,
+            extra_share=settings.target_labeled_share or 0.0,
+        )  # fmt: skip
+        steps = round(settings.source_epochs * stream.per_epoch)
+        torch.manual_seed(settings.seed * 10 + 4)
+        Trainer(
+            SourceOnly(self.model, SourceOnlySettings(), self.context(steps)), settings, name=f"without {part.name}", steps=steps,
+            rate=self.source_rate, source=stream, target=None, progress=self.progress, optimizer="adamw", schedule="linear",
+        ).run()  # fmt: skip
+        scores, held = (inference.score(self.model, tokens, rows).scores for rows in (part.tested, part.held))
+        target = scores
+        if part.kind == FOLD:
+            target = inference.score(self.model, self.target_stream.tokens, self.target_sample).scores
+        return LeftOut(part.kind, part.name, scores, self.labels[part.tested], held, self.labels[part.held], target)
 
     # ------------------------------------------------------------------ the machinery
 
@@ -394,10 +480,11 @@ class Run:
         return read_tensors(self.workspace / f"{name}.safetensors")
 
     def tidy(self) -> None:
-        """After a finished run only the source model's weights stay, for comparison."""
+        """After a finished run only the source model's weights stay, for comparison, and what models without a domain said."""
         self.checkpoints.clear()
-        for place in [*self.workspace.glob("best-*.safetensors"), *self.workspace.glob("frozen-*.npy")]:
-            place.unlink()
+        for pattern in ("best-*.safetensors", "frozen-*.npy", "left-out-*.safetensors"):
+            for place in self.workspace.glob(pattern):
+                place.unlink()
 
     def about(self) -> dict[str, Any]:
         return {

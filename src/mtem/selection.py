@@ -70,6 +70,8 @@ class Evidence:
     """[T, D]"""
     meta_loss: float | None = None
     """Source loss after a virtual step on the target, when the method takes one."""
+    source_weights: np.ndarray | None = None
+    """[S] how much each held-out source text counts, where class shares are assumed of the target; None: all alike."""
 
     def __post_init__(self) -> None:
         for name in ("source_scores", "target_scores", "source_features", "target_features"):
@@ -84,6 +86,9 @@ class Evidence:
             "source_features": (rows, self.source_features.shape[1]),
             "target_features": (len(self.target_scores), self.source_features.shape[1]),
         }
+        if self.source_weights is not None:
+            object.__setattr__(self, "source_weights", np.asarray(self.source_weights, dtype=float))
+            wanted["source_weights"] = (rows,)
         for name, shape in wanted.items():
             if getattr(self, name).shape != shape:
                 raise ValueError(f"{name} wants shape {shape}, got {getattr(self, name).shape}")
@@ -154,7 +159,7 @@ def _mutual_information(log_probs: np.ndarray) -> float:
 
 def infomax(evidence: Evidence) -> float:
     """H(mean p) - mean H(p) on the target, at the temperature fitted on the source. In [0, log K]."""
-    temperature = calibrate(evidence.source_scores, evidence.source_labels)
+    temperature = calibrate(evidence.source_scores, evidence.source_labels, evidence.source_weights)
     return _mutual_information(log_softmax(evidence.target_scores, temperature))
 
 
@@ -164,10 +169,13 @@ def infomax_raw(evidence: Evidence) -> float:
 
 
 def source_validation(evidence: Evidence) -> float:
-    """(R + g) / (S + 1) in [0, 1]: R held-out source texts right, g = exp(-cross-entropy) in (0, 1] to break ties."""
-    labels, rows = evidence.source_labels, len(evidence.source_labels)
-    right = int((evidence.source_scores.argmax(axis=1) == labels).sum())
-    likelihood = math.exp(log_softmax(evidence.source_scores)[np.arange(rows), labels].mean())
+    """(R + g) / (S + 1) in [0, 1]: R held-out source texts right, g = exp(-cross-entropy) in (0, 1] to break ties.
+
+    Where texts have weights (1 on average), R is the weight of those that are right.
+    """
+    labels, rows, weights = evidence.source_labels, len(evidence.source_labels), evidence.source_weights
+    right = rows * float(np.average(evidence.source_scores.argmax(axis=1) == labels, weights=weights))
+    likelihood = math.exp(np.average(log_softmax(evidence.source_scores)[np.arange(rows), labels], weights=weights))
     return (right + likelihood) / (rows + 1)
 
 

@@ -50,6 +50,12 @@ def record(*instances: Any) -> dict[str, Any]:
     return {key: value for instance in instances for key, value in dataclasses.asdict(instance).items()}
 
 
+def changed(*instances: Any) -> dict[str, Any]:
+    """Those settings that are not at their defaults."""
+    fields = ((instance, field) for instance in instances for field in dataclasses.fields(instance))
+    return {field.name: getattr(one, field.name) for one, field in fields if getattr(one, field.name) != field.default}
+
+
 def describe(kind: type) -> list[tuple[str, str, str]]:
     """(name, default, meaning) of every field."""
     rows = []

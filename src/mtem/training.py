@@ -55,8 +55,9 @@ class TrainingSettings:
         None, "lower layers kept as they are (negative: all but so many); none: 0 on a GPU, all but two on a CPU"
     )
     target_labeled_share: float | None = setting(
-        None,
-        "with --target-labeled: their share of every labeled batch, the outer loop's too; none: as often as their number says",
+        0.5,
+        "with --target-labeled: their share of every labeled batch, for every method and the outer loop too; none: as often as "
+        "their number says",
         low=0.01,
         high=1.0,
     )
@@ -67,13 +68,20 @@ class TrainingSettings:
     prior: str = setting(
         "none",
         "class shares assumed of the target: pseudo labels are aligned with them, and in the end each class gets the bias that "
-        "brings the predictions there. estimated: from the unlabeled texts, where only the shares differ from the source's",
+        "brings the predictions there. labeled: those of the labeled target texts. estimated: from the unlabeled texts, where "
+        "only the shares differ from the source's",
         choices=priors.KINDS,
     )
     validation_share: float = setting(0.1, "share of the labeled texts held out", low=0.01, high=0.5)
     criterion: str = setting(DEFAULT_CRITERION, "how weights are chosen without target labels", choices=tuple(CRITERIA))
     evaluations: int = setting(8, "how often weights are judged during the adaptation", low=1)
     evaluation_texts: int = setting(1000, "target texts looked at in each; and at most so many held-out ones", low=10)
+    left_out_models: int = setting(
+        4,
+        "source models that are trained besides, each without one source domain (the largest, if there are more) or without a "
+        "part of the labeled target texts, to see how far the accuracy estimate is off in an unseen domain; 0: none",
+        low=0,
+    )
     device: str = setting("auto", "cpu, cuda, mps or auto")
     precision: str = setting("auto", "auto: bf16 on a GPU that has it, else fp32", choices=("auto", "fp32", "bf16", "fp16"))
     attention: str | None = setting(None, "attention implementation of transformers; none: its default")
@@ -112,6 +120,11 @@ def find_rates(settings: TrainingSettings, defaults: tuple[float, float]) -> tup
     )
 
 
+def share_of(size: int, share: float) -> int:
+    """How many texts of a batch that is; at least one."""
+    return min(max(1, round(size * share)), size)
+
+
 class Stream:
     """Labeled or unlabeled batches of some rows of a corpus, by step number."""
 
@@ -126,7 +139,7 @@ class Stream:
         lengths = np.asarray(tokens.lengths)
         few = 0
         if extra is not None and len(extra) and extra_share:
-            few = min(max(1, round(size * extra_share)), size)
+            few = share_of(size, extra_share)
             rows = np.setdiff1d(rows, extra)
         self.parts = []
         bucket = 50 if getattr(tokens, "padded", True) else 1  # sorting by length is for the sake of padding alone

@@ -11,7 +11,6 @@ from mtem.atomic import replaced
 from mtem.errors import RequestError
 from mtem.experiments import cells as cell_files
 from mtem.experiments import checks, comparison, figures, protocol, published, tables
-from mtem.experiments.checks import source_of
 from mtem.experiments.comparison import LEVEL, Board, Cell, name_of, recomputed
 from mtem.experiments.tables import SETTINGS, digits, markdown, of, once, places
 from mtem.progress import Progress
@@ -61,7 +60,7 @@ def write(results: Path, docs: Path, progress: Progress | None = None) -> None:
         lambda: tables.general("pheme", boards),
         lambda: tables.ablation(cells),
         lambda: tables.batch_sizes(cells),
-        lambda: checks.estimates(cells),
+        lambda: checks.estimates(cell_files.read(results).current),
         lambda: checks.choices(cells),
         lambda: _entropy(drawn),
         lambda: _trajectories(cells, drawn),
@@ -85,7 +84,7 @@ def write(results: Path, docs: Path, progress: Progress | None = None) -> None:
 
 def load(results: Path) -> list[Cell]:
     """All cells, each with a score that its predictions bear out."""
-    cells, damaged = cell_files.read(results)
+    cells, damaged, _ = cell_files.read(results)
     if damaged:
         raise RequestError(damaged[0] + (f" ({len(damaged) - 1} more like it)" if len(damaged) > 1 else ""))
     for cell in cells:
@@ -107,6 +106,11 @@ def _opening(results: Path, cells: Sequence[Cell], boards: Mapping[tables.Place,
     reading = READING.format(draws=comparison.DRAWS, level=digits(LEVEL, 2), percent=100 * LEVEL)
     parts = ["## In short\n", said, tables.headline(boards), "## How to read this\n", reading]
     return text + "\n".join([*parts, "## What was run, what is missing\n", _ran(results, cells)])
+
+
+def source_of(cell: Cell) -> tuple[Any, ...]:
+    """What cells share that begin from the same source model, corrected alike."""
+    return *(cell[name] for name in ("dataset", "model", "pool", "setting", "target", "seed")), cell["settings"].get("prior")
 
 
 def _source_models(cells: Sequence[Cell]) -> list[str]:
@@ -161,8 +165,26 @@ def _ran(results: Path, cells: Sequence[Cell]) -> str:
     for what, kind in (("what a step costs", "cost"), ("the theorems", "theory"), ("the case study", "cases")):
         lines += [] if list((results / kind).glob("*.json")) else [f"- Not run: {what}"]
     lines += _source_models(cells)
+    lines += _earlier(cells, cell_files.read(results).current)
     table = markdown(["where", "runs of the plan", "missing", "hours", "machine"], rows)
     return table + ("\n" + "\n".join(lines) + "\n" if lines else "")
+
+
+def _earlier(cells: Sequence[Cell], current: Sequence[Cell]) -> list[str]:
+    """Where the tables show runs that were made under earlier rules, and how many there are under those of today."""
+    lines = []
+    for place in dict.fromkeys(tuple(cell[name] for name in cell_files.PLACE) for cell in cells):
+        here = [cell for cell in cells if tuple(cell[name] for name in cell_files.PLACE) == place]
+        old = [cell for cell in here if cell["protocol"] != cell_files.current_protocol(cell)]
+        if old:
+            new = [cell for cell in of(current, **dict(zip(cell_files.PLACE, place, strict=True))) if cell["protocol"] > 1]
+            dataset, model, setting, pool = place
+            lines.append(
+                f"- **Earlier rules**: {tables.told_place((dataset, model, pool, setting))}: {len(old)} of the {len(here)} runs "
+                f"shown were made under protocol 1; {len(new)} have been run again so far. [protocol.md](protocol.md) says what "
+                "changed"
+            )
+    return lines
 
 
 def _absent(found: Sequence[Cell], experiments: Mapping[str, list[tuple[str, str]]], planned: Sequence[int]) -> str:

@@ -13,13 +13,13 @@ from mtem import methods, settings
 from mtem.adaptation import find_settings
 from mtem.errors import RequestError
 from mtem.experiments import splits
-from mtem.experiments.cells import Cell
+from mtem.experiments.cells import SEMI_SUPERVISED, Cell
 
-UNSUPERVISED, SEMI_SUPERVISED = "unsupervised", "semi-supervised"
+UNSUPERVISED = "unsupervised"
 SETTINGS = (UNSUPERVISED, SEMI_SUPERVISED)
 FACTORS = (1.0, 2.5)  # the search: learning rates of the adaptation, relative to the variant's own
-# What no outcome depends on, or what the search and the seed set.
-FREE = ("device", "log_every", "checkpoint_seconds", "rate", "seed")
+# What no score depends on, or what the search and the seed set.
+FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "rate", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,15 +198,16 @@ def row(dataset: str, model: str, name: str, variant: str, overrides: Mapping[st
     known = settings.names(*map(type, find_settings(model, what.method, what.preset, {}).values()))
     own = {key: value for key, value in overrides.items() if key in known}
     given = {**DATASETS[dataset].given, **what.given, **own}
-    found = settings.record(*find_settings(model, what.method, what.preset, given).values())
+    parts = find_settings(model, what.method, what.preset, given).values()
+    found = settings.record(*parts)
     given, own = ({key: found[key] for key in part} for part in (given, own))  # as they were understood: "4" is 4
-    defining = {key: value for key, value in found.items() if key not in FREE}
+    changed = {key: value for key, value in settings.changed(*parts).items() if key not in FREE}
     if variant.endswith(".py"):
-        defining["method_file"] = hashlib.sha256(Path(variant).read_bytes()).hexdigest()
+        changed["method_file"] = hashlib.sha256(Path(variant).read_bytes()).hexdigest()
         variant = Path(variant).stem
     factors = FACTORS if what.method != "source-only" else (1.0,)
     return Cell(
-        dataset, name, variant, "", "", "", 0, what.method, what.preset, given, defining, factors, what.oracle, own
+        dataset, name, variant, "", "", "", 0, what.method, what.preset, given, changed, factors, what.oracle, own
     )  # fmt: skip
 
 

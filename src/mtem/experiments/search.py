@@ -25,7 +25,7 @@ from mtem.adapted import Adapted
 from mtem.data.loading import load_corpus
 from mtem.errors import RunError
 from mtem.experiments import splits
-from mtem.experiments.cells import PROTOCOL, Cell
+from mtem.experiments.cells import Cell
 from mtem.experiments.protocol import DATASETS, SEMI_SUPERVISED
 from mtem.methods import Method
 from mtem.progress import Progress
@@ -69,7 +69,7 @@ class Group:
         if key not in self._begun:
             method = cell.method if own else "source-only"
             known = settings.names(*map(type, find_settings(self.model, method, "recommended", {}).values()))
-            given = {**DATASETS[cell.dataset].given, **cell.overrides, "steps": 0}
+            given = {**DATASETS[cell.dataset].given, **cell.overrides, "steps": 0, **alone(cell)}
             given = {name: given[name] for name in given if name in known}
             try:
                 self._begun[key] = self.adapt(cell, method, given) if key else self.shared(cell, given)
@@ -83,7 +83,7 @@ class Group:
     def shared(self, cell: Cell, given: Mapping[str, Any]) -> Adapted:
         """theta_1 from its folder; trained first, if it is not there. Trained again on a GPU it would not be quite the same."""
         parts = find_settings(self.model, "source-only", "recommended", given)
-        defining = [PROTOCOL, cell.group, settings.record(*parts.values())]
+        defining = [cell.protocol, cell.group, settings.record(*parts.values())]
         digest = hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:8]
         place = self.source_models.joinpath(*cell.group[:-2], f"{cell.target}-{cell.seed}-{digest}")
         if not place.is_dir():
@@ -102,6 +102,11 @@ class Group:
             method=method, progress=Progress(Console(file=io.StringIO()), quiet=True),
             **options, **{**given, "seed": cell.seed, "device": self.device},
         )  # fmt: skip
+
+
+def alone(cell: Cell) -> dict[str, Any]:
+    """Nobody asks what an oracle, which knows the labels, estimates: it needs no models beside it."""
+    return {"left_out_models": 0} if cell.oracle else {}
 
 
 class Watch:
@@ -177,7 +182,7 @@ def cross_fitted(cell: Cell, group: Group) -> dict[str, Any]:
     draw = np.random.default_rng([cell.seed, 0x0AC1E])
     half = splits.held_out(division.test_keys, division.truth, 0.5, draw)
     halves = half, np.setdiff1d(np.arange(count), half)
-    given = {**cell.given, "steps": 0}
+    given = {**cell.given, "steps": 0, **alone(cell)}
     scores = np.zeros((count, len(group.classes)), dtype=np.float32)
     few = (division.few, division.few_labels) if group.few is not None else ([], [])
     for rows, others in (halves, halves[::-1]):
@@ -233,7 +238,9 @@ def told(
         "target_selected": {"score": most[0], "search": most[1], "step": most[2]},
         "search": search,
         "chosen": chosen,
-        "estimate": {name: record["estimate"]["after"][name] for name in ("accuracy", "low", "high", "source_model")},
+        "estimate": record["estimate"]["after"] and {
+            name: record["estimate"]["after"][name] for name in ("accuracy", "low", "high", "source_model", "method", "left_out")
+        },
         "test": {
             "size": len(group.test), "fingerprint": fingerprint(group),
             "rows": bits(group.division.test_rows, group.examples),  # which of the target's labeled examples
@@ -252,7 +259,7 @@ def told(
         "versions": record["versions"],
         "machine": machine(record["resolved"]["device"]),
         "overrides": dict(cell.overrides),
-        "protocol": PROTOCOL,
+        "protocol": cell.protocol,
         "finished": now(),
     }  # fmt: skip
     if result["method"] == "mtem":

@@ -53,17 +53,11 @@ class Mme(Method):
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
         self.model.train()
-        source_loss = self.labeled_loss(number, source)
+        source_loss = self.cross_entropy(self.model(source.inputs), source.labels)
         update(source_loss)
         entropy = self.contested_entropy(target)
         update(-self.settings.entropy_weight * entropy)
         return {"source_loss": source_loss.detach(), "entropy": entropy.detach()}
-
-    def labeled_loss(self, number: int, source: Batch) -> Tensor:
-        """The mean over the source batch and, where there are labeled target texts, a batch of those."""
-        batches = [source] if self.context.few is None else [source, self.context.few(number)]
-        scores = torch.cat([self.model(batch.inputs) for batch in batches])
-        return self.cross_entropy(scores, torch.cat([batch.labels for batch in batches]))
 
     def contested_entropy(self, target: Batch) -> Tensor:
         """H, whose gradient reaches the encoder with the opposite sign."""

@@ -1,0 +1,281 @@
+"""Pilots of the recipe on the Amazon reviews: pretraining on masked words, then self-training with different rules of trust.
+
+    python benchmarks/pilots/run.py pretrain --data DIR --model minilm --target kitchen --to DIR
+    python benchmarks/pilots/run.py adapt --data DIR --model DIR --target kitchen --seed 0 --config shared-kept --out FILE.jsonl
+
+Target labels only score. A row has the accuracy of the averaged weights on the test set at every pass, and what the index and
+the confidence say about which labels of the test texts are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+
+import mtem
+from mtem import inference, methods
+from mtem.data.batching import Batches
+from mtem.data.loading import load_corpus
+from mtem.experiments import splits
+from mtem.progress import Progress
+
+HERE = Path(__file__).parent
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fixed-1": {"trust": "fixed"},
+    "fixed-2": {"trust": "fixed", "index_initial": 2.0},
+    "threshold-95": {"trust": "threshold"},
+    "per-text": {"trust": "per-text", "index_low": 1.0},
+    "shared-source": {"trust": "shared", "outer": "source"},
+    "shared-fold": {"trust": "shared", "outer": "kept"},  # a tenth of each source domain is kept out for the outer loop
+    "shared-kept": {"trust": "shared", "outer": "kept"},  # one source domain is
+    "fixed-1-two": {"trust": "fixed"},  # without that domain, for comparison
+}
+TWO = ("shared-kept", "fixed-1-two")
+
+
+def read(data: Path, target: str, seed: int, small: int | None = None) -> tuple[dict[str, Path], splits.Division]:
+    there = splits.read("amazon", data, target, "mixed")
+    division = splits.divide(there, seed)
+    if small:
+        cut = {name: getattr(division, name)[:: len(getattr(division, name)) // small] for name in ("unlabeled", "test", "truth")}
+        division = dataclasses.replace(division, **cut)
+    return there.sources, division
+
+
+# ---------------------------------------------------------------------- masked words
+
+
+class Head(nn.Module):
+    """A fresh head over the vocabulary, its matrix the word embeddings themselves."""
+
+    def __init__(self, embeddings: nn.Embedding) -> None:
+        super().__init__()
+        size = embeddings.embedding_dim
+        self.dense, self.norm = nn.Linear(size, size), nn.LayerNorm(size)
+        self.bias = nn.Parameter(torch.zeros(embeddings.num_embeddings))
+        nn.init.normal_(self.dense.weight, std=0.02)
+        nn.init.zeros_(self.dense.bias)
+
+    def forward(self, hidden: Tensor, embeddings: nn.Embedding) -> Tensor:
+        return F.linear(self.norm(F.gelu(self.dense(hidden))), embeddings.weight, self.bias)
+
+
+def pretrain(args: argparse.Namespace) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModel.from_pretrained(args.model).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    sources, division = read(args.data, args.target, args.seed, args.small)
+    texts = [*load_corpus(sources, labeled=True).texts(), *division.unlabeled][: args.small]
+    ids = tokenizer(texts, truncation=True, max_length=256, return_special_tokens_mask=True)
+    lengths = np.array([len(one) for one in ids["input_ids"]])
+    embeddings = model.get_input_embeddings()
+    head = Head(embeddings).to(device)
+    parameters = [*model.parameters(), *head.parameters()]
+    batches = Batches(lengths, args.batch, args.seed)
+    steps = round(args.passes * batches.batches_per_epoch) if args.steps is None else args.steps
+    optimizer = torch.optim.AdamW(parameters, lr=args.rate, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / (0.06 * steps + 1), (steps - step) / (0.94 * steps))
+    )
+    started, total = time.monotonic(), 0.0
+    model.train()
+    for step in range(steps):
+        rows = batches(step)
+        longest = int(lengths[rows].max())
+        inputs = torch.full((len(rows), longest), tokenizer.pad_token_id)
+        special = torch.ones_like(inputs, dtype=torch.bool)
+        for number, row in enumerate(rows):
+            inputs[number, : lengths[row]] = torch.tensor(ids["input_ids"][row])
+            special[number, : lengths[row]] = torch.tensor(ids["special_tokens_mask"][row]).bool()
+        mask = (inputs != tokenizer.pad_token_id).long()
+        chosen = (torch.rand(inputs.shape) < 0.15) & ~special
+        drawn = torch.rand(inputs.shape)
+        seen = inputs.masked_fill(chosen & (drawn < 0.8), tokenizer.mask_token_id)
+        other = torch.randint(len(tokenizer), inputs.shape)
+        seen = torch.where(chosen & (drawn > 0.9), other, seen)
+        places = torch.nonzero(chosen.view(-1)).view(-1).to(device)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            hidden = model(input_ids=seen.to(device), attention_mask=mask.to(device)).last_hidden_state
+            logits = head(hidden.reshape(-1, hidden.shape[-1])[places], embeddings)
+        loss = F.cross_entropy(logits.float(), inputs.view(-1).to(device)[places])
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        total = 0.98 * total + 0.02 * float(loss.detach()) if step % 10 == 0 else total
+    args.to.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(args.to)
+    tokenizer.save_pretrained(args.to)
+    print("pretrained", args.target, steps, round(float(loss.detach()), 3), round(time.monotonic() - started, 1), flush=True)
+
+
+# ---------------------------------------------------------------------- adaptation
+
+
+class Watch:
+    """Scores the averaged weights on the test set at every evaluation, and asks what would tell right labels from wrong ones."""
+
+    def __init__(self, test: Any, truth: np.ndarray) -> None:
+        self.test, self.truth, self.tokens, self.rows, self.predictions = test, truth, None, [], []
+
+    def __call__(self, line: dict[str, Any], model: Any) -> None:
+        if line["stage"] != "evaluation":
+            return
+        if self.tokens is None:
+            self.tokens = model.encode(self.test)
+        scores = inference.score(model, self.tokens).scores
+        labels = scores.argmax(axis=1)
+        self.predictions.append(labels)
+        right = labels == self.truth
+        row = {
+            "step": line["step"],
+            "accuracy": float(right.mean()),
+            "infomax": line["infomax"],
+            "source": line["source-validation"],
+        }
+        pilot = methods_pilot().current
+        if pilot is not None and line["step"] and hasattr(pilot, "phi"):
+            sure = inference.probabilities(scores).max(axis=1)
+            agreement = self.agreement(model, labels, pilot)
+            stable = np.mean([labels == earlier for earlier in self.predictions], axis=0)
+            phi = pilot.phi(
+                *(torch.as_tensor(each, dtype=torch.float32, device=pilot.w.device) for each in (sure, agreement, stable))
+            )
+            index = (phi @ pilot.w).cpu().numpy()
+            auc = lambda values: round(float(roc_auc_score(right, values)), 4)  # noqa: E731
+            row |= {
+                "auc_confidence": auc(sure),
+                "auc_agreement": auc(agreement),
+                "auc_stable": auc(stable),
+                "auc_index": auc(-index),
+            }
+            row |= {"w": [round(float(value), 4) for value in pilot.w], "sure_share": float((sure >= 0.95).mean())}
+            row["signal"] = self.signal(pilot)
+        self.rows.append(row)
+
+    @torch.no_grad()
+    def agreement(self, model: Any, labels: np.ndarray, pilot: Any) -> np.ndarray:
+        generator = torch.Generator().manual_seed(0)
+        found = np.zeros(len(labels))
+        model.eval()
+        for rows in np.array_split(np.argsort(np.asarray(self.tokens.lengths)), max(1, len(labels) // 100)):
+            inputs = model.augment(model.collate(self.tokens, rows), pilot.settings.view, pilot.settings.strength, generator)
+            probs = torch.softmax(model(model.prepare(inputs)).float(), dim=-1).cpu().numpy()
+            found[rows] = probs[np.arange(len(rows)), labels[rows]]
+        return found
+
+    def signal(self, pilot: Any) -> dict[str, Any] | None:
+        context = pilot.context
+        if not hasattr(self, "streams") or self.streams is None:
+            return None
+        source, target = self.streams
+        kept = context.few_rows if context.few is not None and pilot.settings.outer == "kept" else None
+        number = len(self.rows)
+        if kept is not None:
+            outers = [source.of(kept.cpu().numpy()[first : first + 50]) for first in range(0, min(len(kept), 200), 50)]
+        else:
+            outers = [source(10_000 + 4 * number + each) for each in range(4)]
+        return pilot.signal(target(20_000 + number), outers) if len(outers) > 1 else None
+
+
+def methods_pilot() -> Any:
+    return methods.get(str(HERE / "shared_index.py"))
+
+
+def adapt(args: argparse.Namespace) -> None:
+    sources, division = read(args.data, args.target, args.seed, args.small)
+    method = str(HERE / "shared_index.py")
+    pilot = methods.get(method)
+    methods._from_file = lambda path: pilot  # one class object, so that its `current` is the one that runs
+    labeled: dict[str, Any] = {}
+    kept: tuple[list[str], list[str]] | None = None
+    names = sorted(sources)
+    left = names[splits.AMAZON.index(args.target) % len(names)]
+    draw = np.random.default_rng(args.seed)
+    for name in names:
+        corpus = load_corpus({name: sources[name]}, labeled=True)
+        texts, labels = list(corpus.texts()), [corpus.classes[number] for number in corpus.label_numbers(corpus.classes)]
+        texts, labels = (values[:: max(1, len(values) // args.small)] if args.small else values for values in (texts, labels))
+        if args.config in TWO and name == left:
+            kept = texts, labels
+            continue
+        if args.config == "shared-fold":
+            out = set(draw.permutation(len(texts))[: len(texts) // 10].tolist())
+            kept = kept or ([], [])
+            for number in out:
+                kept[0].append(texts[number])
+                kept[1].append(labels[number])
+            texts, labels = ([each for number, each in enumerate(values) if number not in out] for values in (texts, labels))
+        labeled[name] = (texts, labels)
+    common = {
+        "model": args.model, "seed": args.seed, "left_out_models": 0, "frozen_layers": 0,
+        "progress": Progress(quiet=True), **dict(item.split("=", 1) for item in args.set),
+    }  # fmt: skip
+    started = time.monotonic()
+    theta = mtem.adapt(labeled, division.unlabeled, method="source-only", **common)
+    watch = Watch(
+        load_corpus(division.test, labeled=False, name="test"), np.array([theta.classes.index(each) for each in division.truth])
+    )
+    from mtem import run as running
+
+    prepare = running.Run.prepare
+
+    def prepared(self: Any) -> None:
+        prepare(self)
+        watch.streams = self.source_stream, self.target_stream
+
+    running.Run.prepare = prepared
+    config = CONFIGS[args.config]
+    given = {"epochs": args.passes, "rate": args.rate, "evaluations": max(1, round(args.passes)), **common, **config}
+    adapted = mtem.adapt(
+        labeled, division.unlabeled, target_labeled=kept if config.get("outer") == "kept" else None, method=method,
+        source_model=theta, observe=watch, **given,
+    )  # fmt: skip
+    row = {
+        "config": args.config, "target": args.target, "seed": args.seed, "model": Path(args.model).name, "passes": args.passes,
+        "rate": args.rate, "changed": config, "set": args.set, "candidates": watch.rows, "kept_out": left if args.config in TWO else None,
+        "chosen_step": adapted.record["selection"]["chosen_step"], "seconds": round(time.monotonic() - started, 1),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "versions": adapted.record["versions"],
+    }  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(args.config, args.target, args.seed, [round(one["accuracy"], 4) for one in watch.rows], row["seconds"], flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("pretrain", "adapt"))
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", default="minilm")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--to", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--config", choices=tuple(CONFIGS))
+    parser.add_argument("--passes", type=float, default=12)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=5e-5)
+    parser.add_argument("--small", type=int, help="a trial: so many texts of each kind")
+    parser.add_argument("--set", action="append", default=[])
+    args = parser.parse_args()
+    pretrain(args) if args.what == "pretrain" else adapt(args)
+
+
+if __name__ == "__main__":
+    main()
