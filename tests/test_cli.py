@@ -74,6 +74,7 @@ def test_adapt_says_what_came_of_it_in_plain_text(adapted):
     output, done = adapted
     assert "estimated accuracy on the target, without labels" in done.stdout and str(output / "model") in done.stdout
     assert re.search(r"before +0\.\d{3} +\(0\.\d{3} to \d\.\d{3}\)", done.stdout)
+    assert "the interval covers few texts, not the step to a new domain" in done.stdout, "two domains of 60 texts are too small"
     for text in (done.stdout, done.stderr):
         assert "\x1b" not in text and "\r" not in text and "it/s" not in text
     record = json.loads((output / "run.json").read_text())

@@ -363,11 +363,15 @@ def _summary(record: dict[str, Any], output: Path) -> None:
     if not any(estimates.get(name) for name in ("before", "after")):
         out.print(Text(withheld(record), style="yellow"))
     else:
-        out.print("estimated accuracy on the target, without labels (95 % interval):")
+        after = estimates.get("after") or {}
+        whence = "from its labeled texts" if str(after.get("method")).startswith("labeled") else "without labels"
+        out.print(f"estimated accuracy on the target, {whence} (95 % interval):")
         for name in ("before", "after"):
             value = estimates.get(name)
             told = "withheld" if value is None else f"{value['accuracy']:.3f}  ({value['low']:.3f} to {value['high']:.3f})"
             out.print(f"  {name:<7}{told}")
+        for note in after.get("notes", ()):
+            out.print(Text(f"  {note}"))
     what = f"{record.get('unit', 'texts')} and indexes"
     out.print(Text(f"model: {output / 'model'}   record: {output / 'run.json'}   {what}: {output / 'indexes.parquet'}"))
 

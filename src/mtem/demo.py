@@ -65,8 +65,8 @@ def show(adapted: Adapted, console: Console, progress: Progress) -> None:
         console.print("  the source model was kept: without labels nothing looked better")
     table = adapted.indexes.sort_values("confidence", ascending=False, kind="stable")
     for title, falling in (
-        ("smallest entropy index (trusted: the model learns fast from these)", False),
-        ("largest entropy index (doubted: the model learns slowly from these)", True),
+        ("texts with the smallest entropy index (their pseudo labels weigh most)", False),
+        ("texts with the largest entropy index (their pseudo labels weigh least where the model is unsure)", True),
     ):
         console.print(Text(title, style="bold"))
         for row in table.sort_values("index", ascending=not falling, kind="stable").head(5).to_dict("records"):

@@ -18,8 +18,8 @@ FEW_HELD_OUT_TEXTS = 50
 FEWEST_HELD_OUT_TEXTS = 20  # with fewer there is no estimate
 DISAGREEMENT = 0.05  # between the two estimates, from here on worth a note
 ONE_DOMAIN = (
-    "the interval covers few texts, not the step to a new domain: that takes two or more source domains to leave out in turn,"
-    " or labeled target texts"
+    "the interval covers few texts, not the step to a new domain: no source model was trained without one of the domains"
+    " (that takes two or more source domains with some 300 texts each, or 30 labeled target texts)"
 )
 
 
