@@ -537,3 +537,19 @@ def test_an_estimate_that_rests_on_too_few_texts_is_withheld(tiny, capsys):
     record = adapt(tiny, validation_share=0.1).record  # twelve texts
     assert record["estimate"] == {"before": None, "after": None} and record["texts"]["source_held_out"] == 12
     assert adapt(tiny, validation_share=0.2).record["estimate"]["after"]["accuracy"] > 0
+
+
+@pytest.mark.parametrize("method", ["source-only", "mtem"])
+def test_the_final_estimate_uses_all_held_out_texts(tiny, monkeypatch, method):
+    """However few texts the candidates were judged on: a run without steps once estimated from 200 of 599."""
+    judged, counted = [], []
+    score, estimate = selection.score, estimation.estimate_accuracy
+    monkeypatch.setattr(
+        selection, "score", lambda name, evidence: judged.append(len(evidence.source_labels)) or score(name, evidence)
+    )
+    monkeypatch.setattr(
+        estimation, "estimate_accuracy", lambda *given, **more: counted.append(len(given[0])) or estimate(*given, **more)
+    )
+    record = adapt(tiny, method=method, validation_share=0.3, evaluation_texts=10).record
+    assert record["texts"]["source_held_out"] == 36
+    assert set(judged) == {10} and set(counted) == {36}
