@@ -83,7 +83,7 @@ class Group:
     def shared(self, cell: Cell, given: Mapping[str, Any]) -> Adapted:
         """theta_1 from its folder; trained first, if it is not there. Trained again on a GPU it would not be quite the same."""
         parts = find_settings(self.model, "source-only", "recommended", given)
-        defining = [cell.protocol, cell.group, settings.record(*parts.values())]
+        defining = [cell.group, settings.record(*parts.values())]  # whatever the rules of the adaptation are
         digest = hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:8]
         place = self.source_models.joinpath(*cell.group[:-2], f"{cell.target}-{cell.seed}-{digest}")
         if not place.is_dir():
