@@ -32,18 +32,20 @@ from run_time import Clock, apart, row, show
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import mtem
-from mtem.data import files, sample_path
+from mtem.atomic import write_json
+from mtem.data import readers
+from mtem.datasets.sample import sample_path
 from mtem.methods.mtem import Mtem, MtemSettings
 from mtem.models import encoders
-from mtem.storage import write_json
-from mtem.training import QUANTILE_SAMPLE, TrainingSettings
+from mtem.training.settings import TrainingSettings
+from mtem.training.trainer import QUANTILE_SAMPLE
 
 WORDS = 12
 SETTINGS: dict[str, Any] = {"source_epochs": 1, "evaluations": 4, "frozen_layers": 0, "device": "cpu"}
 
 
 def write_texts(path: Path, count: int) -> None:
-    starts = [" ".join(record["text"].split()[:WORDS]) for _, record in files.read_rows(sample_path("kitchen.jsonl.gz"))]
+    starts = [" ".join(record["text"].split()[:WORDS]) for _, record in readers.read_rows(sample_path("kitchen.jsonl.gz"))]
     with path.open("w", encoding="utf-8") as file:
         for number, start in zip(range(count), itertools.cycle(starts), strict=False):
             file.write(json.dumps({"text": f"{start} {number}"}) + "\n")

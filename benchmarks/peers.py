@@ -36,11 +36,12 @@ import transformers
 from rich.console import Console
 from torch import Tensor, nn
 
-from mtem import cost, tsallis
+from mtem import tsallis
+from mtem.atomic import write_json
 from mtem.errors import RequestError
 from mtem.progress import Progress
-from mtem.storage import write_json
-from mtem.training import find_device
+from mtem.training.devices import find_device
+from mtem_paper import cost
 
 OURS = ("plain", "layerwise", "forward", "taylor", "second-order")
 

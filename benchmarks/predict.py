@@ -39,7 +39,7 @@ def start(name: str, place: str, batch: int, threads: int, folder: str) -> dict[
     global _engine
     import torch
 
-    from mtem import cost
+    from mtem_paper import cost
 
     torch.set_num_threads(threads)
     _engine, about = {MTEM: _mtem, FLOOR: _floor}.get(name, _pipeline)(place, batch, Path(folder))
@@ -73,14 +73,14 @@ def _pipeline(place: str, batch: int, folder: Path) -> tuple[Callable[[list[str]
 
 def _mtem(place: str, batch: int, folder: Path) -> tuple[Callable[[list[str]], list[str]], dict[str, Any]]:
     from mtem import inference
-    from mtem.data import files
+    from mtem.data import readers
     from mtem.models.text import TextModel
 
     model = TextModel.load(place)
 
     def engine(texts: list[str]) -> list[str]:
         inference.predict_file(model, folder / f"{len(texts)}.jsonl", folder / "out.jsonl")
-        return [record["prediction"] for _, record in files.read_rows(folder / "out.jsonl")]
+        return [record["prediction"] for _, record in readers.read_rows(folder / "out.jsonl")]
 
     return engine, {"attention": model.network.config._attn_implementation, "length": model.max_length}
 
@@ -185,8 +185,8 @@ def show_speed(rows: list[dict[str, Any]]) -> None:
 
 
 def growth(place: str, texts: list[str], sizes: list[int], folder: Path) -> list[dict[str, Any]]:
-    from mtem import cost
     from mtem.progress import Progress
+    from mtem_paper import cost
 
     length = make_tiny(place, folder / "tiny")
     progress = Progress()
@@ -244,20 +244,20 @@ def show_growth(rows: list[dict[str, Any]]) -> None:
 
 
 def read_texts(path: str, limit: int | None) -> list[str]:
-    from mtem.data import files
+    from mtem.data import readers
     from mtem.data.loading import example_column
 
     column, threaded = example_column(path)
     if threaded:
         raise SystemExit(f"{path}: holds threads; the pipeline takes texts")
-    texts = [str(record[column]) for _, record in files.read_rows(path) if record.get(column)]
+    texts = [str(record[column]) for _, record in readers.read_rows(path) if record.get(column)]
     return [text for text in texts if text.strip()][:limit]
 
 
 def write_texts(path: Path, texts: Any) -> None:
-    from mtem.data import files
+    from mtem.data import writers
 
-    with files.Writer(path) as writer:
+    with writers.Writer(path) as writer:
         for text in texts:
             writer.write({"text": text})
 
@@ -284,7 +284,7 @@ def main() -> None:
             rows = speed(place, texts, [int(size) for size in given.batches.split(",")], given.rounds, given.threads, folder)
             rows = [{**row, "model": given.name or Path(given.model).name} for row in rows]
     if given.json:
-        from mtem.storage import write_json
+        from mtem.atomic import write_json
 
         given.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(given.json, rows)

@@ -32,17 +32,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mtem import adaptation, adapted, cost, demo, inference, methods, models, run
-from mtem.data import sample_path
+from mtem import inference, methods, models
+from mtem.atomic import write_json
+from mtem.cli import demo
 from mtem.data.batching import Batches, padding_share
 from mtem.data.loading import load_corpus
 from mtem.data.splits import hold_out
 from mtem.data.tokens import tokenize
-from mtem.methods import Context
+from mtem.datasets.sample import sample_path
+from mtem.methods.base import Context
 from mtem.models.text import TextModel
 from mtem.progress import Progress
-from mtem.storage import write_json
-from mtem.training import Stream, Trainer, TrainingSettings
+from mtem.run import adapt, pipeline, result
+from mtem.training.settings import TrainingSettings
+from mtem.training.streams import Stream
+from mtem.training.trainer import Trainer
+from mtem_paper import cost
 
 DOMAINS = ("books", "dvd", "electronics", "kitchen")
 
@@ -290,20 +295,20 @@ class Clock:
         """The parts of an adaptation, each a stage."""
         whole = lambda *arguments, **named: len(arguments) < 3 and named.get("rows") is None  # noqa: E731
         parts: tuple[tuple[Any, str, str, Callable[..., bool] | None], ...] = (
-            (adaptation, "load_corpus", "reading", None),
+            (adapt, "load_corpus", "reading", None),
             (models, "create", "loading the encoder", None),
             (TextModel, "encode", "tokens", None),
             (TextModel, "keep_lower", "lower layers, once", None),
-            (run.Run, "__init__", "splitting", None),
-            (run.Run, "train_source", "source training", None),
-            (run.Run, "adapt", "adaptation steps", None),
+            (pipeline.Run, "__init__", "splitting", None),
+            (pipeline.Run, "train_source", "source training", None),
+            (pipeline.Run, "adapt", "adaptation steps", None),
             (Stream, "rows", "choosing batches", None),
-            (run.Run, "judge", "judging", None),
-            (run.Run, "checkpoint", "checkpoints", None),
-            (run.Run, "finish", "estimating", None),
+            (pipeline.Run, "judge", "judging", None),
+            (pipeline.Run, "checkpoint", "checkpoints", None),
+            (pipeline.Run, "finish", "estimating", None),
             (inference, "score", "final prediction", whole),
-            (run, "index_table", "table", None),
-            (adapted.Adapted, "save", "saving", None),
+            (pipeline, "index_table", "table", None),
+            (result.Adapted, "save", "saving", None),
         )
         with ExitStack() as stack:
             for owner, name, stage, applies in parts:
@@ -329,7 +334,7 @@ def stages(given: argparse.Namespace) -> list[dict[str, Any]]:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, MTEM_CACHE=f"{folder}/cache"), clock.watching():
         target = str(sample_path("kitchen.jsonl.gz"))
-        adaptation.adapt(sources, target, model=given.model, output=f"{folder}/run", **settings)
+        adapt.adapt(sources, target, model=given.model, output=f"{folder}/run", **settings)
     total, processor = sum(clock.seconds.values()), sum(clock.processor.values())
     rows = []
     for name, seconds in [*clock.seconds.items(), ("all", total)]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mtem.data.loading import load_corpus
-from mtem.methods import Batch, Context
+from mtem.methods.base import Batch, Context
 from mtem.models.text import TextModel
-from mtem.training import Trainer
+from mtem.training.trainer import Trainer
 from tests.conftest import make_texts
 
 CLASSES = ["bad", "good"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtem.data.files import Writer
+from mtem.data.writers import Writer
 from mtem.errors import RequestError
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mtem.experiments import cells as cell_files
-from mtem.experiments import published
-from mtem.experiments.comparison import recomputed
-from mtem.experiments.search import bits
+from mtem_paper import cells as cell_files
+from mtem_paper import published
+from mtem_paper.search import bits
+from mtem_paper.statistics import recomputed
 
 CLASSES = {"amazon": ["negative", "positive"], "pheme": ["non-rumour", "rumour"]}
 

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 import mtem
-from mtem import estimation, inference, selection
+from mtem import inference
 from mtem.errors import RequestError
-from mtem.run import Run
-from mtem.weights import add_bias
+from mtem.run.pipeline import Run
+from mtem.selection import accuracy_estimate, criteria
+from mtem.training.weights import add_bias
 from tests.bench import stopped_after
 from tests.conftest import make_encoder, make_texts, write_jsonl
 from tests.processes import content, wait_for_begun
@@ -137,8 +138,8 @@ def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, 
 # The command line, but for one thing: in the last but one of its adapting steps it waits to be killed.
 WAITS = """
 import sys, time
-from mtem import cli
-from mtem.training import Trainer
+from mtem.cli import main
+from mtem.training.trainer import Trainer
 
 update, done = Trainer.update, []
 
@@ -149,7 +150,7 @@ def waiting(self, *given, **named):
     update(self, *given, **named)
 
 Trainer.update = waiting
-cli.main()
+main.main()
 """
 
 
@@ -219,12 +220,12 @@ def test_another_run_is_never_overwritten(tiny, tmp_path):
 def test_a_full_disk_fails_in_one_line_and_resumes(tiny, tmp_path, monkeypatch):
     import errno
 
-    from mtem import storage
+    from mtem import atomic
 
     def full(tensors, path, *rest):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "save_file", full)
+    monkeypatch.setattr(atomic, "save_file", full)
     with pytest.raises(mtem.RunError, match="disk is full"):
         adapt(tiny, output=tmp_path / "run")
     assert not [path for path in (tmp_path / "run").rglob("*") if ".part" in path.name]
@@ -243,7 +244,7 @@ def test_the_source_model_is_kept_when_nothing_beats_it(tiny, tmp_path, monkeypa
         calls.append(criterion)
         return -float(len(calls))
 
-    monkeypatch.setattr(selection, "score", falling)
+    monkeypatch.setattr(criteria, "score", falling)
     adapted = adapt(tiny, output=tmp_path / "run")
     assert adapted.record["selection"]["kept_source_model"] and adapted.record["selection"]["chosen_step"] == 0
     assert "source model is kept" in adapted.record["warnings"][0]
@@ -261,7 +262,7 @@ def test_the_best_candidate_is_restored_not_the_last(tiny, tmp_path, monkeypatch
             return {1: 0.0, 2: 2.0}.get(len(seen), 1.0)
         return 0.0
 
-    monkeypatch.setattr(selection, "score", second_is_best)
+    monkeypatch.setattr(criteria, "score", second_is_best)
     adapted = adapt(tiny, output=tmp_path / "run", criterion="density")
     candidates = adapted.record["selection"]["candidates"]
     assert candidates[0]["step"] == 0 and len(candidates) == 4
@@ -421,7 +422,7 @@ def test_an_observer_changes_nothing(tiny, tmp_path, method):
     def observe(line, model):
         lines.append(line)
         torch.rand(7)  # an observer may draw
-        mtem.adapted.inference.predict_texts(model, ["good1 word1"])
+        mtem.run.result.inference.predict_texts(model, ["good1 word1"])
 
     adapt(tiny, method=method, output=tmp_path / "alone", log_every=1)
     adapt(tiny, method=method, output=tmp_path / "seen", log_every=1, observe=observe)
@@ -443,7 +444,7 @@ def test_an_observer_sees_the_weights_that_are_judged(tiny, reviews, prior):
         if line["stage"] == "evaluation":
             kept = [value.clone() for value in (model.head.weight, model.head.bias)]
             add_bias(model, line.get("bias", [0.0, 0.0]))
-            seen[line["step"]] = mtem.adapted.inference.predict_texts(model, texts)
+            seen[line["step"]] = mtem.run.result.inference.predict_texts(model, texts)
             with torch.no_grad():
                 model.head.bias.copy_(kept[1])
 
@@ -460,9 +461,9 @@ def test_the_estimate_compares_with_a_source_model_of_the_same_correction(tiny, 
         calls.append((given, options))
         return estimate(*given, **options)
 
-    estimate = estimation.estimate_accuracy
-    monkeypatch.setattr(estimation, "estimate_accuracy", seen)
-    monkeypatch.setattr(selection, "choose", lambda scores: len(scores) - 1)  # not the source model
+    estimate = accuracy_estimate.estimate_accuracy
+    monkeypatch.setattr(accuracy_estimate, "estimate_accuracy", seen)
+    monkeypatch.setattr(criteria, "choose", lambda scores: len(scores) - 1)  # not the source model
     tiny |= {"validation_share": 0.3}  # of 120 texts: enough for an estimate
     record = adapt(tiny, prior=prior).record
     (given, options) = calls[-1]
@@ -492,14 +493,14 @@ def test_the_correction_of_the_prior_does_not_depend_on_the_method(tiny):
 def test_the_command_takes_a_source_model(tiny, tmp_path):
     from typer.testing import CliRunner
 
-    from mtem import cli
+    from mtem.cli import main
 
     adapt(tiny, output=tmp_path / "whole")
     words = [word for path in tiny["source"] for word in ("--source", path)]
     words += ["--target", tiny["target"], "--model", str(tiny["model"]), "--source-model", str(tmp_path / "whole")]
     given = {name: value for name, value in tiny.items() if name not in ("source", "target", "model")}
     words += [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
-    told = CliRunner().invoke(cli.app, ["adapt", *words, "--output", str(tmp_path / "run"), "-q"])
+    told = CliRunner().invoke(main.app, ["adapt", *words, "--output", str(tmp_path / "run"), "-q"])
     assert told.exit_code == 0, told.output
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "run"))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["source_model"]["path"] == str(tmp_path / "whole")
@@ -514,7 +515,7 @@ def test_candidates_are_judged_as_they_would_be_shipped(tiny, monkeypatch, prior
         seen.append(evidence)
         return float(len(seen))  # the last candidate wins
 
-    monkeypatch.setitem(selection.CRITERIA, "source-validation", criterion)
+    monkeypatch.setitem(criteria.CRITERIA, "source-validation", criterion)
     source = [pair for number, pair in enumerate(make_texts(120, 1)) if number % 6]  # fewer bad ones
     adapted = adapt(
         tiny, source={"books": tuple(map(list, zip(*source, strict=True)))}, prior=prior, criterion="source-validation"
@@ -533,7 +534,7 @@ def test_candidates_are_judged_as_they_would_be_shipped(tiny, monkeypatch, prior
 
 
 def test_an_estimate_that_rests_on_too_few_texts_is_withheld(tiny, capsys):
-    assert estimation.FEWEST_HELD_OUT_TEXTS == 20
+    assert accuracy_estimate.FEWEST_HELD_OUT_TEXTS == 20
     record = adapt(tiny, validation_share=0.1).record  # twelve texts
     assert record["estimate"] == {"before": None, "after": None} and record["texts"]["source_held_out"] == 12
     assert adapt(tiny, validation_share=0.2).record["estimate"]["after"]["accuracy"] > 0
@@ -543,12 +544,12 @@ def test_an_estimate_that_rests_on_too_few_texts_is_withheld(tiny, capsys):
 def test_the_final_estimate_uses_all_held_out_texts(tiny, monkeypatch, method):
     """However few texts the candidates were judged on: a run without steps once estimated from 200 of 599."""
     judged, counted = [], []
-    score, estimate = selection.score, estimation.estimate_accuracy
+    score, estimate = criteria.score, accuracy_estimate.estimate_accuracy
     monkeypatch.setattr(
-        selection, "score", lambda name, evidence: judged.append(len(evidence.source_labels)) or score(name, evidence)
+        criteria, "score", lambda name, evidence: judged.append(len(evidence.source_labels)) or score(name, evidence)
     )
     monkeypatch.setattr(
-        estimation, "estimate_accuracy", lambda *given, **more: counted.append(len(given[0])) or estimate(*given, **more)
+        accuracy_estimate, "estimate_accuracy", lambda *given, **more: counted.append(len(given[0])) or estimate(*given, **more)
     )
     record = adapt(tiny, method=method, validation_share=0.3, evaluation_texts=10).record
     assert record["texts"]["source_held_out"] == 36

@@ -7,8 +7,9 @@ import zipfile
 
 import pytest
 
-from mtem.data.amazon import prepare
-from mtem.data.files import Writer, read_rows
+from mtem.data.readers import read_rows
+from mtem.data.writers import Writer
+from mtem.datasets.amazon import prepare
 from mtem.errors import RequestError
 
 

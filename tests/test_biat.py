@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import mtem
-from mtem.methods import Batch, Context, functional
+from mtem.methods.base import Batch, Context, functional
 from mtem.methods.biat import Biat, BiatSettings, entropies
 from mtem.models.text import TextModel
-from mtem.run import Run
+from mtem.run.pipeline import Run
 from tests.bench import FEW, SOURCE, Bench, stopped_after
 from tests.conftest import make_texts, write_jsonl
 from tests.reference import biat as reference

@@ -11,18 +11,19 @@ import pytest
 import torch
 
 import mtem
-from mtem import cli, inference, metagrad, methods, models, settings
+from mtem import inference, metagrad, methods, models, settings
+from mtem.cli import main
 from mtem.data.loading import load_corpus
-from mtem.data.trees import Tree
+from mtem.data.threads import Tree
 from mtem.errors import RequestError
-from mtem.methods import cross_entropy, functional
-from mtem.models import trees
+from mtem.methods.base import cross_entropy, functional
 from mtem.models.base import CosineHead
-from mtem.models.bigcn import BiGCN, Dense, Graph, Sparse, kept_edges
-from mtem.models.threads import Threads
-from mtem.models.trees import BigcnSettings, TreeModel
+from mtem.models.trees import model
+from mtem.models.trees.bigcn import BiGCN, Dense, Graph, Sparse, kept_edges
+from mtem.models.trees.encoded import Threads
+from mtem.models.trees.model import BigcnSettings, TreeModel
 from mtem.progress import Progress
-from mtem.training import TrainingSettings
+from mtem.training.settings import TrainingSettings
 from tests.bench import stopped_after
 from tests.conftest import GOOD, PLAIN, make_encoder, make_texts, write_jsonl
 from tests.reference import bigcn as reference
@@ -498,7 +499,7 @@ def test_other_directories_are_still_texts(encoder, tmp_path):
 
 def test_a_corpus_is_encoded_once(model, rows, tmp_path, monkeypatch):
     corpus = load_corpus(make_threads(700, 8), labeled=True, cache=tmp_path)
-    monkeypatch.setattr(trees, "_POSTS", 300)
+    monkeypatch.setattr(model, "_POSTS", 300)
     seen = []
     threads = model.encode(corpus, progress=lambda done, total: seen.append((done, total)))
     assert len(threads) == 700 and len(seen) > 3 and seen[-1] == (700, 700) and not threads.padded
@@ -717,7 +718,7 @@ def command(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["mtem", *map(str, arguments)])
         code = 0
         try:
-            cli.main()
+            main.main()
         except SystemExit as stop:
             code = stop.code or 0
         printed = capsys.readouterr()

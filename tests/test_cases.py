@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mtem.errors import RequestError
-from mtem.experiments import cases, splits
-from mtem.experiments.bound import bound_table
+from mtem_paper import cases, splits
+from mtem_paper.bound import bound_table
 from tests.conftest import examples, make_texts
 
 SOURCE = ["the book tells a story", "the story of a book", "a good book", "the plot is good", "a bad story in a bad book"] * 60

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mtem.experiments import checks, published
-from mtem.experiments.checks import honesty, selection
+from mtem_paper import checks, published
+from mtem_paper.checks import honesty, selection
 from tests.made_up import grid, make_cell
 
 

@@ -19,8 +19,8 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from mtem import cli
-from mtem.data import files
+from mtem.cli import main
+from mtem.data import readers, writers
 from tests.conftest import make_texts, write_jsonl
 from tests.processes import LIMIT, content, interruptible, wait_for_begun
 
@@ -50,7 +50,7 @@ def mtem(monkeypatch, capsys):
         capsys.readouterr()
         code = 0
         try:
-            cli.main()
+            main.main()
         except SystemExit as stop:
             code = stop.code or 0
         printed = capsys.readouterr()
@@ -125,7 +125,9 @@ def test_every_command_shows_an_example(mtem):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; sys.argv = ['mtem', '--help']\nfrom mtem import cli\ntry:\n    cli.main()\nexcept SystemExit:\n    pass\n"
+    code = (
+        "import sys; sys.argv = ['mtem', '--help']\nfrom mtem import cli\ntry:\n    main.main()\nexcept SystemExit:\n    pass\n"
+    )
     code += "heavy = {'torch', 'transformers', 'pandas', 'pyarrow', 'numpy'} & set(sys.modules); print('HEAVY', sorted(heavy))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "HEAVY []" in done.stdout and "Usage" in done.stdout
@@ -202,8 +204,8 @@ def test_adapt_says_what_it_has_read(adapted, reviews, encoder, tmp_path, mtem):
 
 
 def test_an_estimate_may_be_withheld(adapted, capsys, monkeypatch):
-    from mtem.adapted import card
-    from mtem.cli import _summary
+    from mtem.cli.main import _summary
+    from mtem.run.model_card import card
 
     record = json.loads((adapted[0] / "run.json").read_text())
     assert record["unit"] == "texts" and "Estimated accuracy on the target" in card(record)
@@ -226,10 +228,10 @@ def test_the_demo_does_without_an_estimate(encoder, capsys):
     import pyarrow as pa
     from rich.console import Console
 
-    from mtem import demo
-    from mtem.adapted import Adapted
+    from mtem.cli import demo
     from mtem.models.text import TextModel
     from mtem.progress import Progress
+    from mtem.run.result import Adapted
 
     row = {"row": 1, "text": "word1", "index": 2.0, "prediction": "negative", "confidence": 0.6}
     record = {"estimate": {"before": None, "after": None}, "selection": {"kept_source_model": True}}
@@ -427,15 +429,15 @@ RECORDS = [
 def test_predict_keeps_columns_and_order(mtem, adapted, tmp_path, ending):
     output, _ = adapted
     source, target = tmp_path / f"in.{ending}", tmp_path / f"out.{ending}"
-    with files.Writer(source) as writer:
+    with writers.Writer(source) as writer:
         for record in RECORDS:
             writer.write(record)
     code, text, error = mtem("predict", output, source, "--output", target)
     assert code == 0, error
     assert "5 rows" in text and "2 rows have no text" in text
-    found = [record for _, record in files.read_rows(target)]
+    found = [record for _, record in readers.read_rows(target)]
     assert [list(record) for record in found] == [["id", "text", "note", "prediction", "confidence"]] * 5
-    kept = [record for _, record in files.read_rows(source)]
+    kept = [record for _, record in readers.read_rows(source)]
     assert [{name: record[name] for name in ("id", "text", "note")} for record in found] == kept
     for record in found:
         if str(record["text"]).strip():
@@ -499,28 +501,28 @@ def test_a_full_disk_leaves_nothing(mtem, adapted, reviews, tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     output, _ = adapted
-    monkeypatch.setattr(files.Writer, "_finish", full)
+    monkeypatch.setattr(writers.Writer, "_finish", full)
     place = tmp_path / f"out.{ending}"
     refused(mtem("predict", output, reviews["test"], "--output", place), place, "the disk is full", code=1)
     assert not list(tmp_path.iterdir())
 
 
 def test_advice_after_a_full_disk_fits_the_command(mtem, adapted, reviews, encoder, tmp_path, monkeypatch):
-    from mtem import storage
-    from mtem.experiments import runner
+    from mtem import atomic
+    from mtem_paper import runner
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "save_file", full)
+    monkeypatch.setattr(atomic, "save_file", full)
     result = mtem(*adapt_arguments(reviews, encoder, tmp_path / "run"))
     assert refused(result, "the disk is full", code=1)[-1].endswith("make room and run again with --resume")
-    monkeypatch.setattr(files.Writer, "_finish", full)
+    monkeypatch.setattr(writers.Writer, "_finish", full)
     result = mtem("predict", adapted[0], reviews["test"], "--output", tmp_path / "out.csv")
     assert refused(result, "the disk is full", code=1)[-1].endswith("make room and run again")
     monkeypatch.setattr(json, "dump", full)
-    monkeypatch.setattr(runner, "missing", lambda *_: storage.write_json(tmp_path / "cell.json", {}))
-    monkeypatch.setattr("mtem.experiments.splits.read", lambda *_: None)
+    monkeypatch.setattr(runner, "missing", lambda *_: atomic.write_json(tmp_path / "cell.json", {}))
+    monkeypatch.setattr("mtem_paper.splits.read", lambda *_: None)
     result = mtem("reproduce", "general", "--data", tmp_path, "--results", tmp_path / "results", "--model", encoder)
     assert refused(result, "the disk is full", code=1)[-1].endswith("make room and run again")
 
@@ -530,7 +532,7 @@ def test_any_other_failure_of_the_system_is_one_line(mtem, adapted, reviews, tmp
         raise OSError(errno.EIO, "Input/output error", "/dev/broken")
 
     output, _ = adapted
-    monkeypatch.setattr(files.Writer, "_finish", failing)
+    monkeypatch.setattr(writers.Writer, "_finish", failing)
     result = mtem("predict", output, reviews["test"], "--output", tmp_path / "out.csv")
     refused(result, "/dev/broken: Input/output error", code=1)
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import pytest
 
 from mtem.data.corpus import Corpus, check_source, check_target, label_name, sort_classes
 from mtem.data.loading import load_corpus
-from mtem.data.trees import Tree, dump
+from mtem.data.threads import Tree, dump
 from tests.corpora import refusal, reviews, table
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from mtem import cost
-from mtem.cli import app
+from mtem.cli.main import app
+from mtem_paper import cost
 from tests.conftest import make_encoder
 
 ENGINES = "plain; layerwise; layerwise, pieces 2; layerwise, v at theta; forward; taylor; second-order"

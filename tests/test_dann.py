@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import mtem
-from mtem import selection
 from mtem.methods.dann import Dann, halves
-from mtem.training import TrainingSettings, make_optimizer
+from mtem.selection import criteria
+from mtem.training.optimizer import make_optimizer
+from mtem.training.settings import TrainingSettings
 from tests.bench import SOURCE, Bench, stopped_after
 from tests.conftest import make_texts, write_jsonl
 from tests.reference import dann as reference
@@ -165,7 +166,7 @@ def test_a_whole_run(tiny, tmp_path, few):
 
 
 def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(selection, "choose", lambda scores: len(scores) - 1)  # the last weights, whatever they are worth
+    monkeypatch.setattr(criteria, "choose", lambda scores: len(scores) - 1)  # the last weights, whatever they are worth
     request = {**tiny, "method": "dann", "source_epochs": 0.5, "checkpoint_seconds": 0.0}
     mtem.adapt(**request, output=tmp_path / "whole")
     with stopped_after(5):

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta
 
-from mtem.estimation import ONE_DOMAIN, _resample, _thresholded, estimate_accuracy, warnings
-from mtem.left_out import DOMAIN, FOLD, LeftOut
-from mtem.selection import calibrate, entropy, log_softmax
+from mtem.selection.accuracy_estimate import ONE_DOMAIN, _resample, _thresholded, estimate_accuracy
+from mtem.selection.calibration import calibrate, entropy, log_softmax
+from mtem.selection.diagnostics import warnings
+from mtem.selection.left_out import DOMAIN, FOLD, LeftOut
 from tests.conftest import examples
 from tests.reference import selection as reference
 

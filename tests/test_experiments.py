@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from mtem import adapt, cli
+from mtem import adapt
 from mtem import settings as settings_module
-from mtem.adaptation import find_settings
+from mtem.cli import main
 from mtem.data.corpus import text_key
 from mtem.errors import RequestError
-from mtem.experiments import cells, page, protocol, runner, search, splits
+from mtem.run.adapt import find_settings
+from mtem_paper import cells, page, protocol, runner, search, splits
 from tests.conftest import make_texts
 from tests.corpora import refusal, table
 from tests.processes import LIMIT, interruptible, is_group, wait_for, wait_for_begun
@@ -200,13 +201,12 @@ def committed_plan():
 
 def test_a_new_setting_moves_no_cell(monkeypatch):
     """One with a neutral default, in the training's settings and in a method's."""
-    from mtem import adaptation
     from mtem.methods import mtem as method
 
     before = [cell.address for cell in committed_plan()]
     there = [address for address in before if (COMMITTED / address).is_file()]
     assert len(there) >= 300 and len(set(before)) == len(before)
-    for module, name in ((adaptation, "TrainingSettings"), (method.Mtem, "Settings")):
+    for module, name in ((adapt, "TrainingSettings"), (method.Mtem, "Settings")):
         kind = getattr(module, name)
         field = ("made_up", float, settings_module.setting(0.0, "made up"))
         monkeypatch.setattr(module, name, dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), frozen=True))
@@ -598,7 +598,7 @@ def test_an_interrupted_run_leaves_whole_cells_and_no_process(amazon, encoder, t
 
 
 def command(*words):
-    return CliRunner().invoke(cli.app, ["reproduce", *map(str, words)])
+    return CliRunner().invoke(main.app, ["reproduce", *map(str, words)])
 
 
 def test_list_says_what_is_there_and_runs_nothing(ran, encoder):

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from mtem.data import cache, files
-from mtem.data.files import Writer, columns, read_rows
+from mtem.data import cache, readers
+from mtem.data.readers import columns, read_rows
+from mtem.data.writers import Writer
 from mtem.errors import RequestError, RunError
 from tests.conftest import examples
 
@@ -323,9 +324,9 @@ def test_cache_folder_that_is_a_file(tmp_path):
 
 
 def test_bare_names():
-    assert files.bare_name("a/books.labeled.jsonl.gz") == "books.labeled"
-    assert files.bare_name("books.CSV") == "books"
-    assert files.bare_name("v1.2.tsv") == "v1.2"
+    assert readers.bare_name("a/books.labeled.jsonl.gz") == "books.labeled"
+    assert readers.bare_name("books.CSV") == "books"
+    assert readers.bare_name("v1.2.tsv") == "v1.2"
 
 
 def test_json_reader_agrees_with_plain_json(tmp_path):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import mtem
-from mtem.methods import functional
+from mtem.methods.base import functional
 from mtem.methods.fixmatch import FixMatch, confident_labels, masked_cross_entropy
 from tests.bench import Bench, stopped_after
 from tests.conftest import make_texts, write_jsonl

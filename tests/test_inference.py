@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModel
 
 from mtem import inference
 from mtem.data.loading import load_corpus
-from mtem.data.trees import tree_of_row
+from mtem.data.threads import tree_of_row
 from mtem.models import scoring
 from mtem.models.base import CosineHead
 from mtem.models.text import TextModel
-from mtem.models.trees import BigcnSettings, TreeModel
+from mtem.models.trees.model import BigcnSettings, TreeModel
 from mtem.progress import Progress
 from tests.conftest import SHAPES, make_encoder, make_texts, make_tokenizer
 from tests.threads import make_threads, write_threads
@@ -155,16 +155,16 @@ def test_the_number_of_threads_changes_nothing(bert):
 
 
 def test_a_file_gets_what_its_texts_get(bert, tmp_path, monkeypatch):
-    from mtem.data import files
+    from mtem.data import readers, writers
 
     monkeypatch.setattr(inference, "ROWS_AT_ONCE", 40)
     bert.head.bias.data = torch.tensor([0.0, 0.3, -0.1])
-    with files.Writer(tmp_path / "in.jsonl") as writer:
+    with writers.Writer(tmp_path / "in.jsonl") as writer:
         for number, text in enumerate(TEXTS):
             writer.write({"number": number, "text": text})
     with threads():
         done = inference.predict_file(bert, tmp_path / "in.jsonl", tmp_path / "out.jsonl", all_probabilities=True)
-    rows = [record for _, record in files.read_rows(tmp_path / "out.jsonl")]
+    rows = [record for _, record in readers.read_rows(tmp_path / "out.jsonl")]
     assert done.rows == len(TEXTS) and done.empty == 1 and [row["number"] for row in rows] == list(range(len(TEXTS)))
     wanted = inference.probabilities(plainly(bert, bert.encode_texts(TEXTS))[0])
     for row, text, probs in zip(rows, TEXTS, wanted, strict=True):

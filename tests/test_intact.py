@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM
 
 import mtem
-from mtem import cli, models
+from mtem import models
+from mtem.cli import main
 from mtem.errors import RequestError
-from mtem.models.embeddings import Embeddings
 from mtem.models.text import TextModel
-from mtem.models.trees import BigcnSettings, TreeModel
+from mtem.models.trees.embeddings import Embeddings
+from mtem.models.trees.model import BigcnSettings, TreeModel
 from tests.conftest import SHAPES, make_encoder
 
 CLASSES = ("bad", "good")
@@ -138,7 +139,7 @@ def command(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["mtem", *map(str, words)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            main.main()
         lines = capsys.readouterr().err.splitlines()
         assert stop.value.code == 2 and lines[-1].startswith("mtem: ") and "Traceback" not in "".join(lines), lines
         return lines[-1]

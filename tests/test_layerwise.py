@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtem import layer_calls, layerwise, metagrad, tsallis
-from mtem.methods import cross_entropy, functional
+from mtem import metagrad, tsallis
+from mtem.metagrad import layer_hooks, layerwise
+from mtem.methods.base import cross_entropy, functional
 from mtem.models.text import TextModel
 from tests.conftest import SHAPES, make_encoder
 from tests.tolerance import assert_near, assert_weights_near
@@ -68,7 +69,7 @@ def test_products_and_weighted_sums_are_autograds(model):
 
 
 def test_a_thrifty_recording_says_the_same(model, monkeypatch):
-    monkeypatch.setattr(layer_calls, "REMADE", 1)
+    monkeypatch.setattr(layer_hooks, "REMADE", 1)
     inputs, watch = batch(model), recorder(model)
     thrifty, lavish = (watch.record(lambda: model(inputs), 5, thrifty=thrifty) for thrifty in (True, False))
     for recording in (thrifty, lavish):

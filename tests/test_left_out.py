@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import mtem
-from mtem import left_out
-from mtem.left_out import DOMAIN, FOLD, find_parts
-from mtem.run import Run
-from mtem.training import Stream
+from mtem.run.pipeline import Run
+from mtem.selection import left_out
+from mtem.selection.left_out import DOMAIN, FOLD, find_parts
+from mtem.training.streams import Stream
 from tests.bench import stopped_after
 from tests.conftest import make_texts
 

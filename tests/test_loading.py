@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mtem.data import sample_path
 from mtem.data.corpus import check_source, check_target
 from mtem.data.loading import example_column, find_column, load_corpus
 from mtem.data.splits import hold_out
-from mtem.data.trees import Tree
+from mtem.data.threads import Tree
+from mtem.datasets.sample import sample_path
 from mtem.errors import RunError
 from tests.corpora import refusal, reviews, table
 
@@ -322,7 +322,7 @@ def test_second_load_of_threads_reuses_the_file(tmp_path, own_cache, monkeypatch
     first = load_corpus(path, labeled=True)
     (stored,) = (own_cache / "corpora").iterdir()
     before = stored.stat()
-    monkeypatch.setattr("mtem.data.trees.build", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("mtem.data.threads.build", lambda *_: pytest.fail("read again"))
     second = load_corpus(path, labeled=True)
     assert (before.st_ino, before.st_mtime_ns) == (stored.stat().st_ino, stored.stat().st_mtime_ns)
     assert second.trees() == first.trees() == [tree(0), tree(1)] and second.fingerprint == first.fingerprint
@@ -348,7 +348,7 @@ def test_second_load_reuses_the_file(tmp_path, own_cache, monkeypatch):
     (stored,) = (own_cache / "corpora").iterdir()
     before = stored.stat()
     moved = path.rename(tmp_path / "moved.csv")
-    monkeypatch.setattr("mtem.data.files._table_rows", lambda *a: (["text", "label"], iter(())))  # not read again
+    monkeypatch.setattr("mtem.data.readers._table_rows", lambda *a: (["text", "label"], iter(())))  # not read again
     second = load_corpus(moved, labeled=True)
     after = stored.stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)

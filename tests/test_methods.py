@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import mtem
 from mtem import methods, settings
-from mtem.cli import app
+from mtem.cli.main import app
 from mtem.errors import RequestError
-from mtem.methods import Batch
-from mtem.training import TrainingSettings
+from mtem.methods.base import Batch
+from mtem.training.settings import TrainingSettings
 from tests.bench import Bench
 from tests.conftest import make_texts, write_jsonl
 from tests.tolerance import assert_near

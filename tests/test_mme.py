@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from transformers import pipeline
 
 import mtem
-from mtem import inference, selection
+from mtem import inference
 from mtem.methods.mme import Mme
 from mtem.models.base import CosineHead
-from mtem.training import TrainingSettings, make_optimizer
+from mtem.selection import criteria
+from mtem.training.optimizer import make_optimizer
+from mtem.training.settings import TrainingSettings
 from tests.bench import SOURCE, Bench, stopped_after
 from tests.conftest import make_texts, write_jsonl
 from tests.reference import mme as reference
@@ -150,7 +152,7 @@ def test_half_precision(encoder):
 @pytest.fixture
 def last(monkeypatch):
     """The last weights are chosen, whatever they are worth."""
-    monkeypatch.setattr(selection, "choose", lambda scores: len(scores) - 1)
+    monkeypatch.setattr(criteria, "choose", lambda scores: len(scores) - 1)
 
 
 @pytest.mark.parametrize("few", [False, True])

@@ -9,7 +9,7 @@ import torch
 
 from mtem import annealing
 from mtem.errors import RequestError
-from mtem.methods import Batch, cross_entropy, functional
+from mtem.methods.base import Batch, cross_entropy, functional
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings
 from tests.bench import Bench
 from tests.reference import algorithm1

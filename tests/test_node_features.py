@@ -11,8 +11,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from transformers import AutoModel, AutoTokenizer
 
 from mtem.errors import RequestError
-from mtem.models.embeddings import Embeddings, Store
-from mtem.models.node_features import Tfidf, Vectors, Vocabulary, read_vectors, words
+from mtem.models.trees.embeddings import Embeddings, Store
+from mtem.models.trees.features import Tfidf, Vectors, Vocabulary, read_vectors, words
 from tests.conftest import make_encoder, make_texts
 from tests.tolerance import assert_near
 

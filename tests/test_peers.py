@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtem import cost
+from mtem_paper import cost
 from tests.processes import LIMIT
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peers.py"

@@ -9,11 +9,11 @@ import zipfile
 import pytest
 from typer.testing import CliRunner
 
-from mtem.cli import app
-from mtem.data.files import read_rows
+from mtem.cli.main import app
 from mtem.data.loading import load_corpus
-from mtem.data.pheme import prepare
-from mtem.data.trees import Tree
+from mtem.data.readers import read_rows
+from mtem.data.threads import Tree
+from mtem.datasets.pheme import prepare
 from mtem.errors import RequestError
 
 TOP = "all-rnr-annotated-threads"
@@ -385,7 +385,7 @@ def test_damaged_archives(tmp_path, mode):
 
 
 def test_what_is_too_large_for_a_tweet(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtem.data.pheme._LARGEST", 1 << 20)
+    monkeypatch.setattr("mtem.datasets.pheme._LARGEST", 1 << 20)
     members = thread("ferguson", "rumours", tweet(10), [tweet(11, 10, "x" * (1 << 20))])
     refusal(as_tar(tmp_path, members), tmp_path / "out", "reactions/11.json", "1 MB")
 

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from mtem.plots import COLOURS, MARKERS, Series, line_plot, side_by_side
+from mtem_paper.plots import COLOURS, MARKERS, Series, line_plot, side_by_side
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

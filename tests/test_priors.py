@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 
 import mtem
-from mtem import inference, methods, priors
+from mtem import inference, methods
+from mtem.methods.alignment import Alignment
 from mtem.methods.source_only import SourceOnly
+from mtem.selection import priors
 from tests.bench import stopped_after
 from tests.conftest import examples, make_texts
 from tests.tolerance import assert_near
@@ -99,7 +101,7 @@ def test_a_run_with_the_shares_of_its_labeled_target_texts(task):
 
 
 def test_alignment_gives_pseudo_labels_the_assumed_shares():
-    align = priors.Alignment(torch.tensor([0.4, 0.6]))
+    align = Alignment(torch.tensor([0.4, 0.6]))
     random = torch.Generator().manual_seed(0)
     means = []
     for step in range(60):
@@ -116,13 +118,13 @@ def test_alignment_gives_pseudo_labels_the_assumed_shares():
 
 def test_alignment_of_the_first_batch_uses_that_batch():
     scores = torch.randn(50, 3, generator=torch.Generator().manual_seed(1)) + torch.tensor([1.0, 0.0, -1.0])
-    aligned = priors.Alignment(torch.tensor([0.2, 0.3, 0.5]))(scores)
+    aligned = Alignment(torch.tensor([0.2, 0.3, 0.5]))(scores)
     torch.testing.assert_close(torch.softmax(aligned, dim=1).mean(dim=0), torch.tensor([0.2, 0.3, 0.5]), atol=1e-3, rtol=0)
 
 
 def test_alignment_state_and_absence():
-    assert priors.Alignment()(torch.ones(2, 2)).equal(torch.ones(2, 2)) and priors.Alignment().state() == {}
-    one, other = priors.Alignment(torch.tensor([0.5, 0.5])), priors.Alignment(torch.tensor([0.5, 0.5]))
+    assert Alignment()(torch.ones(2, 2)).equal(torch.ones(2, 2)) and Alignment().state() == {}
+    one, other = Alignment(torch.tensor([0.5, 0.5])), Alignment(torch.tensor([0.5, 0.5]))
     scores = torch.randn(8, 2, generator=torch.Generator().manual_seed(2))
     one(scores)
     other.load_state({name: value.clone() for name, value in one.state().items()})

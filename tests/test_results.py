@@ -14,9 +14,10 @@ import pandas as pd
 import pytest
 
 from mtem.errors import RequestError
-from mtem.experiments import cases, comparison, figures, page, published, tables
-from mtem.experiments.bound import bound_table
-from mtem.experiments.comparison import Board
+from mtem_paper import cases, figures, page, published, tables
+from mtem_paper import statistics as comparison
+from mtem_paper.bound import bound_table
+from mtem_paper.statistics import Board
 from tests.made_up import grid, make_cell, save
 
 

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtem import selection
 from mtem.errors import RequestError
-from mtem.selection import CRITERIA, DEFAULT_CRITERION, Evidence, calibrate, choose, score, scores
+from mtem.selection import calibration, criteria
+from mtem.selection.calibration import calibrate
+from mtem.selection.criteria import CRITERIA, DEFAULT_CRITERION, Evidence, choose, score, scores
 from tests.conftest import examples
 from tests.reference import selection as reference
 
@@ -56,12 +57,12 @@ def test_calibrate_at_the_edges():
     confident = calibrate(separated, labels)
     # 20 right texts attest a confidence of 1 - (1/21)/2, which is where the margin of 10 has to come to
     assert 1 / (1 + math.exp(-10 / confident)) == pytest.approx(1 - 1 / 42)
-    assert calibrate(1e4 * separated, labels) == selection.HOTTEST
-    assert calibrate(1e-4 * separated, labels) == selection.COLDEST
-    assert calibrate(separated, 1 - labels) == selection.HOTTEST  # worse than chance: as flat as allowed
+    assert calibrate(1e4 * separated, labels) == calibration.HOTTEST
+    assert calibrate(1e-4 * separated, labels) == calibration.COLDEST
+    assert calibrate(separated, 1 - labels) == calibration.HOTTEST  # worse than chance: as flat as allowed
     assert calibrate(np.ones((4, 3)), np.array([0, 1, 2, 0])) == 1.0
     one_class = calibrate(np.array([[2.0, 0.0], [1.0, 0.0], [-1.0, 0.0]]), np.zeros(3, dtype=int))
-    assert selection.COLDEST <= one_class <= selection.HOTTEST
+    assert calibration.COLDEST <= one_class <= calibration.HOTTEST
 
 
 @given(seed=seeds, factor=st.floats(0.5, 2.0))
@@ -120,8 +121,8 @@ def test_collapse_loses_to_the_source_model():
         assert choose([score(name, evidence), score(name, collapsed)]) == 0
     # surer of every single text, which is what plain entropy would reward
     assert (
-        selection.entropy(selection.log_softmax(collapsed.target_scores)).mean()
-        < selection.entropy(selection.log_softmax(evidence.target_scores)).mean()
+        criteria.entropy(criteria.log_softmax(collapsed.target_scores)).mean()
+        < criteria.entropy(criteria.log_softmax(evidence.target_scores)).mean()
     )
 
 
@@ -170,7 +171,7 @@ def test_density_matches_the_literal_reading_whatever_the_block(classes):
     evidence, _ = synthetic(target=37, classes=classes)
     expected = reference.density(evidence.target_scores.tolist())
     assert score("density", evidence) == pytest.approx(expected, rel=1e-10)
-    assert selection.density(evidence, block=10) == pytest.approx(expected, rel=1e-10)
+    assert criteria.density(evidence, block=10) == pytest.approx(expected, rel=1e-10)
 
 
 def test_density_analytic():
@@ -189,7 +190,7 @@ def test_density_takes_an_even_sample_of_many_texts():
         target_scores=np.repeat(every_other.target_scores, 2, axis=0)[:-1],
         target_features=evidence.target_features[:-1],
     )
-    assert selection.density(many, rows=50) == pytest.approx(score("density", every_other))
+    assert criteria.density(many, rows=50) == pytest.approx(score("density", every_other))
 
 
 @given(seed=seeds, rows=st.integers(2, 30), scale=st.floats(0.01, 100))
@@ -235,7 +236,7 @@ def test_dev_is_the_literal_risk_of_its_weights():
     source, target, second = two_regions(rows=100)
     wrong = second & (np.arange(100) % 3 == 0)
     evidence = Evidence(np.eye(2)[wrong.astype(int)], np.zeros(100, dtype=int), np.zeros((100, 2)), source, target)
-    weights = selection.density_ratio(source, target)
+    weights = criteria.density_ratio(source, target)
     expected = reference.controlled_risk((weights * wrong).tolist(), weights.tolist())
     assert score("dev", evidence) == pytest.approx(-expected)
     assert expected != pytest.approx((weights * wrong).mean(), abs=1e-6)  # the control variate does something
@@ -244,7 +245,7 @@ def test_dev_is_the_literal_risk_of_its_weights():
 def test_density_ratio_of_known_densities():
     random = np.random.default_rng(0)
     source, target = random.normal(size=(3000, 1)), random.normal(size=(1500, 1)) + 1
-    ratio = selection.density_ratio(source, target)
+    ratio = criteria.density_ratio(source, target)
     known = np.exp(source[:, 0] - 0.5)  # N(1, 1) over N(0, 1)
     assert ratio.mean() == pytest.approx(1, abs=0.1)
     assert np.abs(np.log(ratio) - np.log(known)).mean() < 0.2

@@ -10,7 +10,7 @@ import pytest
 from mtem import methods, settings
 from mtem.errors import RequestError
 from mtem.settings import setting
-from mtem.training import TrainingSettings
+from mtem.training.settings import TrainingSettings
 
 
 @dataclasses.dataclass(frozen=True)

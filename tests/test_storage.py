@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from mtem import atomic, storage
+from mtem import atomic
+from mtem.atomic import read_json, read_tensors, replaced, write_json, write_tensors
 from mtem.errors import RequestError, RunError
-from mtem.storage import Checkpoints, read_json, read_tensors, replaced, write_json, write_tensors
+from mtem.training.checkpoints import Checkpoints
 
 
 def names(folder):
@@ -153,7 +154,7 @@ def test_file_that_a_user_names_needs_its_folder(tmp_path):
 
 
 def test_reading_and_writing_data_needs_no_torch():
-    code = "import sys, mtem.data.files, mtem.data.loading; sys.exit('torch' in sys.modules)"
+    code = "import sys, mtem.data.readers, mtem.data.loading; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -251,7 +252,7 @@ def test_failed_checkpoint_leaves_the_last_one(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "save_file", full)
+    monkeypatch.setattr(atomic, "save_file", full)
     with pytest.raises(RunError, match="step-6: the disk is full"):
         checkpoints.write("step-6", {"weight": torch.ones(1)}, {"step": 6})
     assert names(tmp_path) == ["step-5"]

@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from mtem import metagrad
 from mtem.errors import RequestError, RunError
-from mtem.methods import cross_entropy, functional
+from mtem.methods.base import cross_entropy, functional
 from mtem.models import encoders, frozen
 from mtem.models.text import TextModel
 from mtem.progress import Progress

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtem import annealing, metagrad, rates, tsallis
+from mtem import annealing, metagrad, schedules, tsallis
 from mtem.errors import RequestError
-from mtem.experiments import bound, splits, theory
-from mtem.methods import Batch, Context, functional
+from mtem.methods.base import Batch, Context, functional
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings
 from mtem.models.base import Model
 from mtem.progress import Progress
+from mtem_paper import bound, splits, theory
 from tests.conftest import examples
 from tests.test_cases import write_amazon
 
@@ -449,7 +449,7 @@ def test_sums_of_the_rates() -> None:
     assert (beta**2).sum() < 3.61 and (beta[10**5 :] ** 2).sum() < 0.04  # converges: zeta(4/3) = 3.601
     assert np.allclose(beta / eta, t ** (1 / 3))  # so no constant times eta_t bounds the indexes' motion
     assert eta.sum() == pytest.approx(math.log(len(t)) + 0.5772, abs=1e-3)
-    assert rates.assumption_index(8, 1.0, 1.0) == pytest.approx(beta[7]) and rates.assumption_theta(8, 1.0) == eta[7]
+    assert schedules.assumption_index(8, 1.0, 1.0) == pytest.approx(beta[7]) and schedules.assumption_theta(8, 1.0) == eta[7]
 
 
 def test_inequalities_that_do_not_hold() -> None:

@@ -11,15 +11,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from mtem import methods, rates, training
+from mtem import methods, schedules
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError, RunError
-from mtem.methods import Context
+from mtem.methods.base import Context
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.text import TextModel
-from mtem.models.trees import BigcnSettings, TreeModel
+from mtem.models.trees.model import BigcnSettings, TreeModel
 from mtem.progress import Progress
-from mtem.training import Stream, Trainer, TrainingSettings, find_device, find_precision, find_rates, make_optimizer
+from mtem.training import optimizer
+from mtem.training.devices import find_device, find_precision
+from mtem.training.optimizer import make_optimizer
+from mtem.training.settings import TrainingSettings, find_rates
+from mtem.training.streams import Stream
+from mtem.training.trainer import Trainer
 from tests.conftest import make_texts
 from tests.threads import make_threads
 from tests.tolerance import assert_weights_near
@@ -94,7 +99,7 @@ def test_the_rate_follows_its_schedule_in_every_group(model, schedule):
     made = trainer(model, schedule=schedule, warmup=0.25, layer_decay=0.5)
     made.after = lambda done: seen.append((made.rate(), [group["lr"] / group["factor"] for group in made.optimizer.param_groups]))
     made.run()
-    wanted = [1e-3 * rates.SCHEDULES[schedule](step, 8, 2) for step in range(8)]
+    wanted = [1e-3 * schedules.SCHEDULES[schedule](step, 8, 2) for step in range(8)]
     assert [rate for rate, _ in seen] == pytest.approx(wanted)
     for rate, others in seen:
         assert others == pytest.approx([rate] * len(others))
@@ -164,8 +169,8 @@ def assert_alike(one, other):
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 def test_the_fused_kernel_takes_the_steps_of_the_plain_one(encoder, monkeypatch, optimizer):
     ends = []
-    for places in (training.FUSED, ()):
-        monkeypatch.setattr(training, "FUSED", places)
+    for places in (optimizer.FUSED, ()):
+        monkeypatch.setattr(optimizer, "FUSED", places)
         model = fresh(encoder)
         made = trainer(model, optimizer=optimizer, weight_decay=0.1, layer_decay=0.7, steps=12)
         assert bool(made.optimizer.param_groups[0]["fused"]) == bool(places)
@@ -179,7 +184,7 @@ def test_the_fused_kernel_takes_the_steps_of_the_plain_one(encoder, monkeypatch,
 def test_what_a_plain_optimizer_left_a_fused_one_goes_on_with(encoder, monkeypatch):
     whole, cut = fresh(encoder), fresh(encoder)
     trainer(whole).run()
-    monkeypatch.setattr(training, "FUSED", ())
+    monkeypatch.setattr(optimizer, "FUSED", ())
     kept = {}
 
     def stop(done):

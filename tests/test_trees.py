@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtem.data.trees import Repairs, Tree, build, dump, ordered, parse, read, tree_of_row
+from mtem.data.threads import Repairs, Tree, build, dump, ordered, parse, read, tree_of_row
 from tests.conftest import examples
 from tests.corpora import refusal
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 import mtem
 from mtem.errors import RequestError
-from mtem.methods import cross_entropy, functional
+from mtem.methods.base import cross_entropy, functional
 from mtem.methods.wind import IN_DOMAIN, Wind, WindSettings, weighted_mean
-from mtem.run import Run
+from mtem.run.pipeline import Run
 from tests.bench import FEW, SOURCE, Bench, stopped_after
 from tests.conftest import examples, make_texts, write_jsonl
 from tests.reference import wind as reference

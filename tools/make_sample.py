@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mtem.data.corpus import text_key
-from mtem.data.files import Writer, read_rows
+from mtem.data.readers import read_rows
+from mtem.data.writers import Writer
 
 SEED = 2023
 LABELS = ("negative", "positive")

@@ -26,8 +26,8 @@ import mtem
 from mtem import inference, methods
 from mtem.data.batching import Batches
 from mtem.data.loading import load_corpus
-from mtem.experiments import splits
 from mtem.progress import Progress
+from mtem_paper import splits
 
 HERE = Path(__file__).parent
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -230,7 +230,7 @@ def adapt(args: argparse.Namespace) -> None:
     watch = Watch(
         load_corpus(division.test, labeled=False, name="test"), np.array([theta.classes.index(each) for each in division.truth])
     )
-    from mtem import run as running
+    from mtem.run import pipeline as running
 
     prepare = running.Run.prepare
 

@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtem import layerwise, tsallis
-from mtem.methods import Batch, Context, Update
+from mtem import tsallis
+from mtem.metagrad import layerwise
+from mtem.methods.base import Batch, Context, Update
 from mtem.methods.mtem import Mtem, MtemSettings
 from mtem.settings import setting
 
@@ -106,7 +107,7 @@ class Pilot(Mtem):
 
     @torch.no_grad()
     def teacher_labels(self, target: Batch) -> tuple[Tensor, Tensor]:
-        from mtem.methods import functional, without_dropout
+        from mtem.methods.base import functional, without_dropout
 
         with without_dropout(self.model):
             scores = self.context.align(functional(self.model, self.average, self.model.prepare(target.inputs)))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mtem.errors import RequestError, RunError
 
 if TYPE_CHECKING:
-    from mtem.adaptation import adapt
-    from mtem.adapted import Adapted, load
+    from mtem.run.adapt import adapt
+    from mtem.run.result import Adapted, load
 
 __all__ = ["Adapted", "RequestError", "RunError", "adapt", "load"]
 
-_MODULES = ("tsallis", "annealing", "rates", "metagrad", "selection", "estimation", "metrics", "data", "methods", "models")
-_PLACES = {"adapt": "mtem.adaptation", "Adapted": "mtem.adapted", "load": "mtem.adapted"}
+_MODULES = ("tsallis", "annealing", "schedules", "metagrad", "selection", "datasets", "metrics", "data", "methods", "models")
+_PLACES = {"adapt": "mtem.run.adapt", "Adapted": "mtem.run.result", "load": "mtem.run.result"}
 
 
 def __dir__() -> list[str]:

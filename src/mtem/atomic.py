@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from mtem.errors import DiskFullError, RequestError, RunError
 
@@ -110,3 +114,32 @@ def _remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False, allow_nan=False, default=str)
+        file.write("\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RequestError(f"{path}: no such file; is {path.parent} the output of 'mtem adapt'?") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: not valid JSON ({error})") from error
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    with replaced(path) as temporary:
+        _save(temporary, tensors)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    return load_file(path)
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Copies: safetensors refuses tensors that share memory or are not contiguous."""
+    save_file({name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}, path)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mtem.data import files
+from mtem.data import readers, writers
 from mtem.data.batching import sequential
 from mtem.data.loading import example_column, text_cell
-from mtem.data.trees import NODES, Tree, tree_of_row
+from mtem.data.threads import NODES, Tree, tree_of_row
 from mtem.errors import RequestError
 from mtem.models.scoring import scorers
 from mtem.progress import Progress
@@ -147,7 +147,7 @@ def predict_file(
     Rows without a text are kept with empty predictions and counted. With `all_probabilities`, one column more per class.
     """
     path, output = Path(path), Path(output)
-    columns = files.columns(path)
+    columns = readers.columns(path)
     column, threaded = example_column(path, text_column)
     added = ["prediction", "confidence", *([f"probability {name}" for name in model.classes] if all_probabilities else [])]
     taken = [name for name in added if name in columns]
@@ -157,8 +157,8 @@ def predict_file(
         raise RequestError(f"{output}: the predictions would overwrite their input: give another --output")
     rows = empty = 0
     counts = dict.fromkeys(model.classes, 0)
-    with files.Writer(output, columns=[*columns, *added]) as writer:
-        for block in _blocks(files.read_rows(path), ROWS_AT_ONCE):
+    with writers.Writer(output, columns=[*columns, *added]) as writer:
+        for block in _blocks(readers.read_rows(path), ROWS_AT_ONCE):
             records = [record for _, record in block]
             for row, record in block:  # a JSON line may have columns that the first has not
                 if clash := next((name for name in added if name in record), None):

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mtem.data.cache import cache_folder, fingerprint_of, stored_table
-from mtem.data.cells import encodable
-from mtem.data.trees import Tree, dump, parse
+from mtem.data.threads import Tree, dump, parse
+from mtem.data.values import encodable
 from mtem.errors import RequestError
 
 _BATCH_ROWS = 8192

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from mtem.data import files, trees
+from mtem.data import readers, threads
 from mtem.data.cache import cache_folder, file_fingerprint, fingerprint_of, stored_table
-from mtem.data.cells import is_missing, text_of
 from mtem.data.corpus import Corpus, domain_column, label_name, listed
+from mtem.data.values import is_missing, text_of
 from mtem.errors import RequestError
 
 TEXT_COLUMNS = (
@@ -58,7 +58,7 @@ def load_corpus(
         A path; a pandas DataFrame; a Hugging Face Dataset; a list of texts; a pair (texts, labels); a Corpus; a list of any
         of these; or a dict that gives each a domain name. A string alone is a path; a list of strings are paths if they all
         look like data files or one of them exists, else texts. A table with a column `nodes` of lists holds threads (see
-        `mtem.data.trees`); in lists a thread, as a dict with `nodes` and maybe `label` or as a Tree, stands where a text would.
+        `mtem.data.threads`); in lists a thread, as a dict with `nodes` and maybe `label` or as a Tree, stands where a text would.
     labeled
         Whether labels are wanted. If not, a label column is ignored and a notice says so.
     text_column, label_column
@@ -92,7 +92,7 @@ def _load(data: Any, request: _Request) -> Corpus:
         return _from_corpus(data, request)
     if isinstance(data, (str, Path)):
         return _from_file(data, request)
-    if isinstance(data, trees.Tree):
+    if isinstance(data, threads.Tree):
         data = [data]
     if isinstance(data, Mapping):
         if not data:
@@ -125,7 +125,7 @@ def _as_list(data: Any) -> list[Any] | None:
 
 def _is_data(item: Any) -> bool:
     """Whether an item of a list is data of its own; a pair of strings is not: more likely it is meant as (text, label)."""
-    if isinstance(item, tuple) and not isinstance(item, trees.Tree):
+    if isinstance(item, tuple) and not isinstance(item, threads.Tree):
         return len(item) == 2 and not any(isinstance(part, str) for part in item)
     return isinstance(item, (Path, Corpus)) or (hasattr(item, "columns") and hasattr(item, "iloc")) or _is_dataset(item)
 
@@ -138,7 +138,7 @@ def _path_like(item: str) -> bool:
     if len(item) > 1000 or "\n" in item:
         return False
     try:
-        files.kind_of(item)
+        readers.kind_of(item)
     except RequestError:
         return False
     return True
@@ -166,17 +166,17 @@ def _from_corpus(corpus: Corpus, request: _Request) -> Corpus:
 
 
 def _from_file(path: str | Path, request: _Request) -> Corpus:
-    files.kind_of(path)
+    readers.kind_of(path)
     sha256 = file_fingerprint(path)
     columns = _columns(
-        str(path), files.columns(path), request, lambda: (record.get(trees.NODES) for _, record in files.read_rows(path))
+        str(path), readers.columns(path), request, lambda: (record.get(threads.NODES) for _, record in readers.read_rows(path))
     )
     address = fingerprint_of(_FORMAT, sha256, columns.example, columns.label or "", str(request.labeled))
     stored = cache_folder("corpora", request.cache) / f"{address}.arrow"
     reading = _Reading(str(path), columns, request)
-    table = stored_table(stored, reading.schema, reading.batches(files.read_rows(path)), reading.metadata)
+    table = stored_table(stored, reading.schema, reading.batches(readers.read_rows(path)), reading.metadata)
     name = Path(path).name
-    return _corpus(table, reading, request, name=name, domain=files.bare_name(path), path=str(path), sha256=sha256)
+    return _corpus(table, reading, request, name=name, domain=readers.bare_name(path), path=str(path), sha256=sha256)
 
 
 def _from_dataset(data: Any, request: _Request) -> Corpus:
@@ -211,14 +211,14 @@ def _from_dataset(data: Any, request: _Request) -> Corpus:
 
 
 def _nodes(data: Any) -> Iterator[Any]:
-    for batch in data.select_columns([trees.NODES]).iter(batch_size=1):
-        yield from batch[trees.NODES]
+    for batch in data.select_columns([threads.NODES]).iter(batch_size=1):
+        yield from batch[threads.NODES]
 
 
 def _from_frame(data: Any, request: _Request) -> Corpus:
     name = request.name or "data frame"
     places = {str(column): place for place, column in enumerate(data.columns)}
-    columns = _columns(name, list(places), request, lambda: data.iloc[:1, places[trees.NODES]].tolist())
+    columns = _columns(name, list(places), request, lambda: data.iloc[:1, places[threads.NODES]].tolist())
     chosen = columns.wanted(places)
     values = [data.iloc[:, places[column]].tolist() for column in chosen]
     rows = ((row, dict(zip(chosen, cells, strict=True))) for row, cells in enumerate(zip(*values, strict=True)))
@@ -228,24 +228,24 @@ def _from_frame(data: Any, request: _Request) -> Corpus:
 
 def _from_list(items: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
     first = items[0] if items else None
-    if isinstance(first, trees.Tree) or (isinstance(first, Mapping) and trees.NODES in first):
+    if isinstance(first, threads.Tree) or (isinstance(first, Mapping) and threads.NODES in first):
         return _from_threads(items, labels, request)
     return _from_texts(items, labels, request)
 
 
-def _from_threads(threads: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
+def _from_threads(items: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
     name = request.name or "threads"
-    if labels is not None and len(labels) != len(threads):
-        raise RequestError(f"{name}: {len(threads)} threads but {len(labels)} labels; give one label per thread")
+    if labels is not None and len(labels) != len(items):
+        raise RequestError(f"{name}: {len(items)} threads but {len(labels)} labels; give one label per thread")
     records: list[dict[str, Any]] = []
-    for row, thread in enumerate(threads):
-        if not isinstance(thread, (trees.Tree, Mapping)):
+    for row, thread in enumerate(items):
+        if not isinstance(thread, (threads.Tree, Mapping)):
             raise RequestError(f"{name}: row {row}: is a {type(thread).__name__} and row 0 a thread; give threads alone")
-        record = {trees.NODES: thread} if isinstance(thread, trees.Tree) else dict(thread)
+        record = {threads.NODES: thread} if isinstance(thread, threads.Tree) else dict(thread)
         records.append(record if labels is None else {**record, "label": labels[row]})
     named = request.label_column if labels is None else "label"
-    label = find_column(records[0], "label", named, name, needed=request.labeled, taken=trees.NODES)
-    columns = _Columns(trees.NODES, label, threaded=True)
+    label = find_column(records[0], "label", named, name, needed=request.labeled, taken=threads.NODES)
+    columns = _Columns(threads.NODES, label, threaded=True)
     reading = _Reading(name, columns, request)
     return _corpus(reading.in_memory(enumerate(records)), reading, request, name=name, domain=name)
 
@@ -296,16 +296,16 @@ def find_column(
 def example_column(path: str | Path, text_column: str | None = None) -> tuple[str, bool]:
     """The column of a file that holds the texts, or the posts of threads; and whether it is these."""
     request = _Request(False, text_column, None, None, None, None)
-    rows = (record.get(trees.NODES) for _, record in files.read_rows(path))
-    columns = _columns(str(path), files.columns(path), request, lambda: rows)
+    rows = (record.get(threads.NODES) for _, record in readers.read_rows(path))
+    columns = _columns(str(path), readers.columns(path), request, lambda: rows)
     return columns.example, columns.threaded
 
 
 def text_cell(record: Mapping[str, Any], column: str, where: str, *, named: bool) -> str:
     """The text in a row's `column`, "" where there is none; RequestError for what is no text. `named`: the user named it."""
-    if not named and isinstance(record.get(trees.NODES), list):
+    if not named and isinstance(record.get(threads.NODES), list):
         raise RequestError(
-            f"{where}: is a thread (it has {trees.NODES!r}) and the first row is a text; "
+            f"{where}: is a thread (it has {threads.NODES!r}) and the first row is a text; "
             "put threads and texts into files of their own, or name the column to read with --text-column"
         )
     value = record.get(column)
@@ -334,11 +334,11 @@ def _columns(name: str, columns: list[str], request: _Request, nodes: Callable[[
     Where no text column is named and a column `nodes` begins with a list (or with JSON that spells one of objects), threads
     are meant. `nodes` gives what is in that column.
     """
-    if request.text_column in (None, trees.NODES) and trees.NODES in columns:
+    if request.text_column in (None, threads.NODES) and threads.NODES in columns:
         for value in itertools.islice(nodes(), 1):
             if _POSTS.match(value) if isinstance(value, str) else isinstance(value, (list, tuple, np.ndarray)):
-                label = find_column(columns, "label", request.label_column, name, needed=request.labeled, taken=trees.NODES)
-                return _Columns(trees.NODES, label, threaded=True)
+                label = find_column(columns, "label", request.label_column, name, needed=request.labeled, taken=threads.NODES)
+                return _Columns(threads.NODES, label, threaded=True)
     text = find_column(columns, "text", request.text_column, name, taken=request.label_column)
     assert text is not None
     return _Columns(text, find_column(columns, "label", request.label_column, name, needed=request.labeled, taken=text))
@@ -352,7 +352,7 @@ class _Reading:
         self.columns = columns
         self.labeled = request.labeled
         self.text_named = request.text_column is not None
-        self.repairs = trees.Repairs()
+        self.repairs = threads.Repairs()
         self._threads: dict[int, int] = {}
         long = ["text", "tree"] if columns.threaded else ["text"]
         label = [("label", pa.string())] if self.labeled else []
@@ -422,7 +422,7 @@ class _Reading:
 
     def _thread(self, row: int, record: dict[str, Any]) -> tuple[str, str]:
         """The root's text and the tree, both "" if the thread has no text."""
-        tree, repairs = trees.read(record, f"{self.name}: row {row}")
+        tree, repairs = threads.read(record, f"{self.name}: row {row}")
         if not is_missing(record.get("id")):
             earlier = self._threads.setdefault(_digest(str(record["id"])), row)
             if earlier != row:
@@ -433,7 +433,7 @@ class _Reading:
         if tree.blank:
             return "", ""
         self.repairs += repairs
-        return tree.texts[0], trees.dump(tree)
+        return tree.texts[0], threads.dump(tree)
 
     def _text(self, row: int, record: dict[str, Any]) -> str:
         """The text of a record, "" where there is none."""

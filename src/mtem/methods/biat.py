@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtem.methods import Batch, Context, Method, Update, reverse, without_dropout
+from mtem.methods.base import Batch, Context, Method, Update, reverse, without_dropout
 from mtem.models.base import Inputs
 from mtem.settings import setting
 

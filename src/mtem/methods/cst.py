@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtem.augment import KINDS
-from mtem.methods import Batch, Method, Update
+from mtem.methods.base import Batch, Method, Update
 from mtem.methods.fixmatch import confident_labels, masked_cross_entropy
+from mtem.models.augment import KINDS
 from mtem.models.base import Inputs
 from mtem.settings import setting
 

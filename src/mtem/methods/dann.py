@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtem.methods import Batch, Context, Method, Update, reverse
+from mtem.methods.base import Batch, Context, Method, Update, reverse
 from mtem.settings import setting
 
 

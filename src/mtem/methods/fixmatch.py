@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtem.augment import KINDS
-from mtem.methods import Batch, Method, Update
+from mtem.methods.base import Batch, Method, Update
+from mtem.models.augment import KINDS
 from mtem.settings import setting
 
 

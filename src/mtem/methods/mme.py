@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mtem.methods import Batch, Context, Method, Update, reverse
+from mtem.methods.base import Batch, Context, Method, Update, reverse
 from mtem.models.base import CosineHead
 from mtem.settings import setting
 

@@ -23,9 +23,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mtem import annealing, layerwise, metagrad, rates, tsallis
+from mtem import annealing, metagrad, schedules, tsallis
 from mtem.errors import RequestError
-from mtem.methods import Batch, Context, Method, Update, functional, without_dropout
+from mtem.metagrad import layerwise
+from mtem.methods.base import Batch, Context, Method, Update, functional, without_dropout
 from mtem.settings import setting
 
 
@@ -268,7 +269,7 @@ class Mtem(Method):
         settings = self.settings
         beta = settings.index_rate
         if settings.index_schedule == "assumption-2" and beta:
-            beta = rates.assumption_index(number + 1, k2=beta, smoothness=1 / beta)
+            beta = schedules.assumption_index(number + 1, k2=beta, smoothness=1 / beta)
         if settings.index_step == "sign":
             gradient = gradient.sign()
         elif settings.index_step != "raw":

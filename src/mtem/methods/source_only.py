@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mtem.methods import Batch, Method, Update
+from mtem.methods.base import Batch, Method, Update
 
 
 @dataclasses.dataclass(frozen=True)

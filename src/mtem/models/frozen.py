@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mtem.atomic import replaced
 from mtem.data.batching import sequential
 from mtem.data.tokens import Tokens
 from mtem.progress import Progress
-from mtem.storage import replaced
 
 TOKENS_PER_BATCH = 1024  # of the lower pass: what a layer makes of so many stays in a processor's cache
 

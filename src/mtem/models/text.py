@@ -16,12 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from mtem import augment
 from mtem.data.batching import on_device
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
-from mtem.models import encoders, intact
+from mtem.models import augment, encoders, integrity
 from mtem.models.base import CosineHead, Inputs, Model
 from mtem.models.frozen import FrozenTokens, frozen_tokens, run_lower, same_function, upper_part
 from mtem.progress import Progress
@@ -74,8 +73,8 @@ class TextModel(Model):
         """A model that `save` wrote, or any text classifier in the same form; every one of its weights must be there."""
         place = Path(directory).absolute()  # never the name of an encoder elsewhere
         if not place.is_dir():
-            raise RequestError(f"{directory}: no such folder; {intact.AGAIN}")
-        intact.check_files(place, str(directory))
+            raise RequestError(f"{directory}: no such folder; {integrity.AGAIN}")
+        integrity.check_files(place, str(directory))
         network, tokenizer = _load(str(place), str(directory), attention, classifier=True)
         model = cls(network, tokenizer, longest(network, tokenizer))
         temperature = getattr(network.config, COSINE, None)
@@ -368,8 +367,8 @@ def _load(place: str, name: str, attention: str | None, *, classifier: bool = Fa
                 **({"attn_implementation": attention} if attention else {}),
                 **safe,
             )
-        intact.check_loaded(network, info, name, classifier=classifier)
-        intact.check_tokenizer(tokenizer, network.get_input_embeddings(), Path(place), name, exactly=classifier)
+        integrity.check_loaded(network, info, name, classifier=classifier)
+        integrity.check_tokenizer(tokenizer, network.get_input_embeddings(), Path(place), name, exactly=classifier)
     except RequestError:
         raise
     except Exception as error:  # damaged files fail in as many ways as there are files

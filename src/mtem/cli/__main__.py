@@ -1,0 +1,5 @@
+"""`python -m mtem.cli`: the command line without the installed script."""
+
+from mtem.cli.main import main
+
+main()

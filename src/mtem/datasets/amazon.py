@@ -1,0 +1,258 @@
+"""The Multi-Domain Sentiment Dataset of Blitzer, Dredze and Pereira (ACL 2007): Amazon reviews of several domains.
+
+Two forms are read, in a folder or an archive: the original pseudo-XML, `<domain>/{positive,negative,unlabeled}.review`, and
+JSON lines, `<domain>.{labeled,unlabeled}.jsonl.gz`, which is also the form that is written.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import html
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mtem.data.corpus import text_key
+from mtem.data.readers import read_lines
+from mtem.data.writers import Writer
+from mtem.datasets.archives import Member, check_apart, make_folder, members
+from mtem.errors import RequestError
+
+SHORT_NAMES = {"kitchen_and_housewares": "kitchen", "kitchen_&_housewares": "kitchen"}
+LABELS = ("positive", "negative")
+_REVIEW_FILE = re.compile(r"(?:^|/)([^/]+)/(positive|negative|unlabeled)\.review$")
+_JSON_FILE = re.compile(r"(?:^|/)([^/]+)\.(labeled|unlabeled)\.jsonl(\.gz)?$")
+_LOOKED_FOR = "<domain>/positive.review, negative.review and unlabeled.review, or <domain>.labeled.jsonl.gz"
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f]")
+
+
+def prepare(source: str | Path, to: str | Path) -> list[str]:
+    """Read the dataset at `source` and write two files per domain into the folder `to`.
+
+    `<domain>.labeled.jsonl.gz` holds id, label, text, title and rating, positive reviews first, all of them, repeats too.
+    `<domain>.unlabeled.jsonl.gz` holds id, text, source and title, in a pseudo-random order, without the reviews that are
+    also in the domain's labeled set and without repeats: the original files overlap, and that would leak test reviews into
+    training. Everything is read before anything is written.
+
+    Returns
+    -------
+    Lines that describe what was written.
+    """
+    source, to = Path(source), Path(to)
+    check_apart(source, to)
+    with members(source) as found:
+        domains = [_read_domain(source, name, parts) for name, parts in _find(source, list(found)).items()]
+    make_folder(to)
+    return [line for domain in domains for line in _write_domain(domain, to)]
+
+
+@dataclass
+class _Domain:
+    name: str
+    labeled: list[dict[str, Any]] = field(default_factory=list)
+    unlabeled: list[dict[str, Any]] | None = None
+    also_labeled: int = 0
+    repeats: int = 0
+    empty: int = 0
+
+
+def _find(source: Path, members: list[Member]) -> dict[str, dict[str, Member]]:
+    """The files of each domain: {domain: {"positive": ..., "negative": ..., "labeled": ..., "unlabeled": ...}}."""
+    found: dict[str, dict[str, Member]] = {}
+    for name, opener in members:
+        match = _REVIEW_FILE.search(name) or _JSON_FILE.search(name)
+        if match is None:
+            continue
+        domain = SHORT_NAMES.get(match[1], match[1])
+        parts = found.setdefault(domain, {})
+        if match[2] in parts:
+            raise RequestError(
+                f"{source}: {parts[match[2]][0]} and {name} are both {domain} {match[2]}; give the folder of one of them"
+            )
+        parts[match[2]] = (name, opener)
+    if not found:
+        raise RequestError(f"{source}: no reviews in it; looked for {_LOOKED_FOR}")
+    for domain, parts in found.items():
+        if "labeled" in parts and parts.keys() & set(LABELS):
+            raise RequestError(f"{source}: {domain} is there in both forms, .review and .jsonl; give the folder of one")
+        if "labeled" not in parts and (missing := [label for label in LABELS if label not in parts]):
+            there = ", ".join(name for name, _ in parts.values())
+            wanted = " and ".join(f"{label}.review" for label in missing)
+            raise RequestError(f"{source}: {domain} has {there} but no {wanted}; looked for {_LOOKED_FOR}")
+    return found
+
+
+def _read_domain(source: Path, name: str, parts: dict[str, Member]) -> _Domain:
+    domain = _Domain(name)
+    for label in LABELS:
+        if label in parts:
+            for number, review in enumerate(_reviews(source, parts[label])):
+                record = {"id": f"{name}-{label}-{number:04d}", "label": label, **_fields(review)}
+                if record["text"]:
+                    domain.labeled.append({**record, "rating": _rating(review.get("rating"))})
+                else:
+                    domain.empty += 1
+    if "labeled" in parts:
+        for row, record in _records(source, parts["labeled"]):
+            if record.get("label") not in LABELS:
+                raise RequestError(
+                    f"{parts['labeled'][0]}: row {row}, column 'label': {record.get('label')!r} is not "
+                    f"{LABELS[0]!r} or {LABELS[1]!r}"
+                )
+            if text := _clean(record.get("text")):
+                title = _clean(record.get("title"))
+                rest = {"title": title, "rating": record.get("rating")}
+                domain.labeled.append({"id": _id(record, name, text), "label": record["label"], "text": text, **rest})
+            else:
+                domain.empty += 1
+        # Positive first, as everywhere; the order inside a class stays.
+        domain.labeled.sort(key=lambda record: LABELS.index(record["label"]))
+    if "unlabeled" in parts:
+        _read_unlabeled(source, domain, parts["unlabeled"])
+    return domain
+
+
+def _read_unlabeled(source: Path, domain: _Domain, member: Member) -> None:
+    labeled = {text_key(record["text"]) for record in domain.labeled}
+    seen: set[str] = set()
+    domain.unlabeled = []
+    original = member[0].endswith(".review")
+    records = (_fields(review) for review in _reviews(source, member)) if original else _unlabeled_records(source, member)
+    for record in records:
+        if not record["text"]:
+            domain.empty += 1
+            continue
+        key = text_key(record["text"])
+        if key in labeled:
+            domain.also_labeled += 1
+        elif key in seen:
+            domain.repeats += 1
+        else:
+            seen.add(key)
+            kept = {"id": _id(record, domain.name, record["text"]), "text": record["text"]}
+            kept["source"] = record.get("source") or "blitzer"
+            if record.get("title"):
+                kept["title"] = record["title"]
+            domain.unlabeled.append(kept)
+    if original:
+        # The original file is in the order of the crawl; by digest, a prefix is an unbiased sample.
+        domain.unlabeled.sort(key=lambda record: hashlib.sha256(record["text"].encode()).digest())
+
+
+def _unlabeled_records(source: Path, member: Member) -> Iterator[dict[str, Any]]:
+    for _, record in _records(source, member):
+        kept = {name: record[name] for name in ("id", "source") if record.get(name)}
+        yield {**kept, "text": _clean(record.get("text")), "title": _clean(record.get("title"))}
+
+
+def _id(record: dict[str, Any], domain: str, text: str) -> str:
+    return str(record.get("id") or f"{domain}-u-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
+
+
+def _records(source: Path, member: Member) -> Iterator[tuple[int, dict[str, Any]]]:
+    name, opener = member
+    with opener() as stream:
+        yield from read_lines(f"{source}: {name}", stream)
+
+
+def _reviews(source: Path, member: Member) -> Iterator[dict[str, str]]:
+    """The reviews of a pseudo-XML file as {tag: raw text}; of a tag that comes twice, the first.
+
+    It is no XML: no root, no escaping that can be relied on, several encodings in one file. A review goes from <review> to
+    </review>, or to the next <review> where the end is missing.
+    """
+    name, opener = member
+    found = False
+    with opener() as stream:
+        for piece in _pieces(stream, b"<review>"):
+            found = True
+            text = _decode(piece.split(b"</review>")[0])
+            review: dict[str, str] = {}
+            for match in re.finditer(r"<(\w+)>(.*?)(?:</\1>|\Z)", text, re.DOTALL):
+                review.setdefault(match[1], match[2])
+            yield review
+    if not found:
+        hint = "it may be the processed form (word counts): the reviews themselves are in sorted_data_acl"
+        raise RequestError(f"{source}: {name}: no <review> in it; {hint}")
+
+
+def _pieces(stream: BinaryIO, mark: bytes) -> Iterator[bytes]:
+    """What follows each `mark` in a stream, up to the next."""
+    buffer = b""
+    inside = False
+    while True:
+        block = stream.read(1 << 18)
+        # Looking again at what was looked at before would take quadratic time; the mark may straddle the border.
+        start = max(0, len(buffer) - len(mark))
+        buffer += block
+        while (place := buffer.find(mark, start)) >= 0:
+            if inside:
+                yield buffer[:place]
+            buffer, inside, start = buffer[place + len(mark) :], True, 0
+        if not inside:
+            buffer = buffer[-len(mark) :]
+        if not block:
+            if inside:
+                yield buffer
+            return
+
+
+def _fields(review: dict[str, str]) -> dict[str, str]:
+    return {"text": _clean(review.get("review_text")), "title": _clean(review.get("title"))}
+
+
+def _rating(raw: str | None) -> int | float | None:
+    try:
+        stars = float(raw or "")
+    except ValueError:
+        return None
+    return int(stars) if stars.is_integer() else stars
+
+
+def _single_byte(error: UnicodeError) -> tuple[str, int]:
+    """What is not UTF-8 was written with Windows' or the Latin alphabet's single bytes."""
+    assert isinstance(error, UnicodeDecodeError)
+    return error.object[error.start : error.end].decode("cp1252", "replace"), error.end
+
+
+codecs.register_error("mtem-single-byte", _single_byte)
+
+
+def _decode(piece: bytes) -> str:
+    return piece.decode("utf-8", "mtem-single-byte")
+
+
+def _clean(raw: Any) -> str:
+    """Entities resolved, control characters (where a letter was lost) as U+FFFD, white space collapsed."""
+    if not isinstance(raw, str):
+        return ""
+    text = _CONTROL.sub("\ufffd", html.unescape(raw))
+    return " ".join(text.split())
+
+
+def _write_domain(domain: _Domain, to: Path) -> list[str]:
+    path = to / f"{domain.name}.labeled.jsonl.gz"
+    _write(path, domain.labeled)
+    counts = {label: sum(record["label"] == label for record in domain.labeled) for label in LABELS}
+    lines = [f"{path}: {len(domain.labeled)} reviews ({', '.join(f'{n} {label}' for label, n in counts.items())})"]
+    if domain.unlabeled is None:
+        lines.append(f"{domain.name}: no unlabeled reviews found (unlabeled.review or {domain.name}.unlabeled.jsonl.gz)")
+    else:
+        path = to / f"{domain.name}.unlabeled.jsonl.gz"
+        _write(path, domain.unlabeled)
+        lines.append(
+            f"{path}: {len(domain.unlabeled)} reviews (left out: {domain.also_labeled} that are in the labeled set, "
+            f"{domain.repeats} repeated)"
+        )
+    if domain.empty:
+        lines.append(f"{domain.name}: {domain.empty} reviews without text left out")
+    return lines
+
+
+def _write(path: Path, records: list[dict[str, Any]]) -> None:
+    with Writer(path) as out:
+        for record in records:
+            out.write(record)

@@ -1,0 +1,1 @@
+"""BiGCN over reply trees, and what it needs."""

@@ -1,0 +1,1 @@
+"""Choosing and trusting without target labels: criteria, calibration, the accuracy estimate, warnings, class shares."""

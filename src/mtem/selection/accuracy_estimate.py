@@ -1,0 +1,244 @@
+"""How good is the classifier on the target? An estimate without target labels, and warnings in plain words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import betaincinv, stdtrit
+
+from mtem.selection.calibration import calibrate, entropy, log_softmax
+from mtem.selection.left_out import DOMAIN, FOLD, LeftOut
+from mtem.selection.priors import class_weights
+
+FEWEST_HELD_OUT_TEXTS = 20  # with fewer there is no estimate
+DISAGREEMENT = 0.05  # between the two estimates, from here on worth a note
+ONE_DOMAIN = (
+    "the interval covers few texts, not the step to a new domain: no source model was trained without one of the domains"
+    " (that takes two or more source domains with some 300 texts each, or 30 labeled target texts)"
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An accuracy nobody measured. ``dataclasses.asdict`` makes it JSON-ready."""
+
+    accuracy: float
+    low: float
+    high: float
+    """The ends of a 95 % interval; :func:`estimate_accuracy` says what it covers."""
+    method: str
+    source_accuracy: float
+    """On the held-out source texts, for comparison."""
+    by_threshold: float
+    """Average thresholded confidence, as it is."""
+    by_confidence: float
+    """The second opinion: source accuracy less the drop in mean confidence."""
+    domain_error: float | None
+    """Root mean square error of such estimates in source domains that were left out of the training; None if unknown."""
+    left_out: int = 0
+    """How many source models the interval rests on, each trained without what it was tested on."""
+    source_model: float | None = None
+    """The source model's own estimate, if there is another model to estimate."""
+    notes: tuple[str, ...] = ()
+
+
+def estimate_accuracy(
+    source_scores: np.ndarray,
+    source_labels: np.ndarray,
+    target_scores: np.ndarray,
+    *,
+    left_out: Sequence[LeftOut] = (),
+    target_shares: np.ndarray | None = None,
+    anchor: tuple[Estimate, np.ndarray] | None = None,
+    resamples: int = 200,
+    seed: int = 0,
+) -> Estimate:
+    r"""Target accuracy without target labels, by average thresholded confidence (Garg et al. 2022); or with a few, from these.
+
+    The confidence is the negative entropy :math:`c = -H(p)` of the softmax at the temperature fitted on the held-out
+    source texts. The threshold t splits the source texts so that as many lie below it as are wrong; the estimate is
+    the share of target texts that do not lie below it:
+
+    .. math:: P_S(c < t) = P_S(\hat y \ne y), \qquad \widehat{acc} = P_T(c \ge t).
+
+    Texts exactly at t count with the same fraction on both sides. Beside it stands the difference of confidences
+    (Guillory et al. 2021), :math:`acc_S - (\overline{\max p}_S - \overline{\max p}_T)`; a gap of 5 points is noted.
+
+    **The interval.** A Bayesian bootstrap over source and target texts (Dirichlet weights, half a text of either kind added to
+    each share, so a perfect score on few texts is not taken for certainty; the temperature is kept) says how much few texts
+    matter. How much a new domain matters, ``left_out`` says: source models that were trained without one source domain each,
+    with their errors :math:`e_d`, the same estimate for that domain less its true accuracy. If errors in new domains scatter
+    around 0, with the target's as one more of the :math:`D` that are known,
+
+    .. math:: t_{0.975}(D) \sqrt{\tfrac1D \sum_d e_d^2}
+
+    is the half-width (t: Student's quantile); it is added to the bootstrap's in quadrature. Without ``left_out`` (one source
+    domain) the interval covers few texts alone, and reaches to the second opinion; a note says so. It cannot cover a shift of
+    another kind than the one among the source domains.
+
+    **Labeled target texts.** If ``left_out`` has models trained without a part of these, the source model's accuracy is simply
+    how often they are right on the part that they have not seen. The interval is Student's for the mean over the F parts, with
+    :math:`t_{0.975}(F - 1)\, s / \sqrt F` as half-width, since the model that is shipped is one more that might have come out
+    otherwise; no narrower than Jeffreys' for that share; and wider by the chance in which texts the target has.
+
+    With ``target_shares``, those of the K classes in the target as far as they are known or assumed, the source texts of
+    a class count so much that all together have these shares: a model that was corrected for them is at its best there.
+
+    **An adapted model** was trained to be sure of these very texts, so by its own confidence it looks better than it is.
+    ``anchor`` is what helps: the source model's estimate a and its scores on the same target texts. If the two models
+    disagree on a share d of the texts, their accuracies differ by d at most, so the own estimate e (less what the source model's
+    was off by, where labeled target texts tell) is brought within [a - d, a + d]. The truth is then looked for between a, where
+    the adaptation has gained nothing, and e, where it is right wherever it is sure: the estimate is halfway. The interval reaches
+    over a's and over one of e's own half-widths around it, but not by more than d beyond a's.
+    """
+    source_scores, target_scores = np.asarray(source_scores), np.asarray(target_scores)
+    source_labels = np.asarray(source_labels)
+    if not len(source_scores) or not len(target_scores):
+        raise ValueError("an estimate wants at least one source text and one target text")
+    own = _thresholded(source_scores, source_labels, target_scores, target_shares)
+    drawn = _resample(own, resamples, np.random.default_rng(seed))
+    ends = np.quantile(drawn, [0.025, 0.975])
+    accuracy, method, notes = own.accuracy, "average thresholded confidence", []
+    below, above = max(0.0, accuracy - float(ends[0])), max(0.0, float(ends[1]) - accuracy)
+
+    domains = [one for one in left_out if one.kind == DOMAIN]
+    folds = [one for one in left_out if one.kind == FOLD]
+    domain_error = None
+    if folds:
+        parts = [one.with_shares(target_shares).right for one in folds]
+        right = np.concatenate(parts)
+        method = "labeled target texts, cross-fitted"
+        notes.append(f"from {len(right)} labeled target texts; confidence alone would say {accuracy:.3f}")
+        accuracy = float(right.mean())
+        below, above = _share_interval(parts, len(target_scores))
+    elif domains:
+        errors = [_domain_error(one, target_shares) for one in domains]
+        domain_error = math.sqrt(float(np.mean(np.square(errors))))
+        widening = float(stdtrit(len(errors), 0.975)) * domain_error
+        below, above = math.hypot(below, widening), math.hypot(above, widening)
+    else:
+        below, above = max(below, accuracy - own.by_confidence), max(above, own.by_confidence - accuracy)
+        notes.append(ONE_DOMAIN)
+    if not folds and abs(accuracy - own.by_confidence) > DISAGREEMENT:
+        notes.append(f"the drop in confidence alone would say {own.by_confidence:.3f}, thresholding says {accuracy:.3f}")
+    low, high = accuracy - below, accuracy + above
+
+    if anchor is not None:
+        before, before_scores = anchor
+        if len(before_scores) != len(target_scores):
+            raise ValueError(f"the anchor wants scores of the {len(target_scores)} texts, got {len(before_scores)}")
+        changed = float((np.asarray(before_scores).argmax(axis=1) != target_scores.argmax(axis=1)).mean())
+        sure = own.accuracy + (before.accuracy - before.by_threshold if folds else 0.0)
+        bound = min(max(sure, before.accuracy - changed), before.accuracy + changed)
+        if bound != sure:
+            notes.append(
+                f"confidence alone would say {sure:.3f}, but only {changed:.1%} of the predictions differ"
+                f" from the source model's, estimated at {before.accuracy:.3f}"
+            )
+        accuracy = (before.accuracy + bound) / 2
+        low, high = min(bound - below, before.low), max(bound + above, before.high)
+        low, high = max(low, before.low - changed), min(high, before.high + changed)
+        if abs(bound - before.accuracy) > DISAGREEMENT:
+            notes.append(
+                f"halfway between the source model's {before.accuracy:.3f} and the adapted model's own {bound:.3f}:"
+                " self-training makes a model surer than it is right"
+            )
+    return Estimate(
+        accuracy=accuracy,
+        low=max(0.0, low),
+        high=min(1.0, high),
+        method=method,
+        source_accuracy=float(own.right.mean()),
+        by_threshold=own.accuracy,
+        by_confidence=own.by_confidence,
+        domain_error=domain_error,
+        left_out=len(folds or domains),
+        source_model=None if anchor is None else anchor[0].accuracy,
+        notes=tuple(notes),
+    )
+
+
+def _share_at_least_as_sure(
+    source: np.ndarray,
+    error: float,
+    target: np.ndarray,
+    source_weights: np.ndarray | None = None,
+    target_weights: np.ndarray | None = None,
+) -> float:
+    """P_T(c >= t) with t such that P_S(c < t) = error; the mass at t is divided on both sides as on the source's."""
+    order = np.argsort(source, kind="stable")
+    weights = np.full(len(source), 1.0) if source_weights is None else source_weights
+    below = np.cumsum(weights[order])
+    below = below / below[-1]
+    place = int(np.searchsorted(below, error + 1e-12, side="right"))
+    if place == len(source) or error >= 1:
+        return 0.0
+    threshold = source[order[place]]
+    ties = source[order] == threshold
+    at = float(weights[order][ties].sum() / weights.sum())
+    up_to = float(below[np.flatnonzero(ties)[-1]])
+    counted = min(1.0, max(0.0, (up_to - error) / at))
+    weights = np.full(len(target), 1.0) if target_weights is None else target_weights
+    return float((weights * ((target > threshold) + counted * (target == threshold))).sum() / weights.sum())
+
+
+@dataclass(frozen=True)
+class _Thresholded:
+    """Average thresholded confidence and what it rests on."""
+
+    accuracy: float
+    by_confidence: float
+    right: np.ndarray
+    weights: np.ndarray
+    source_confidence: np.ndarray
+    target_confidence: np.ndarray
+
+
+def _thresholded(scores: np.ndarray, labels: np.ndarray, target_scores: np.ndarray, shares: np.ndarray | None) -> _Thresholded:
+    weights = class_weights(labels, shares)
+    temperature = calibrate(scores, labels, weights)
+    source, target = log_softmax(scores, temperature), log_softmax(target_scores, temperature)
+    right = source.argmax(axis=1) == labels
+    weighted = float(np.average(right, weights=weights))
+    source_confidence, target_confidence = -entropy(source), -entropy(target)
+    accuracy = _share_at_least_as_sure(source_confidence, 1 - weighted, target_confidence, weights)
+    gap = float(np.average(np.exp(source.max(axis=1)), weights=weights) - np.exp(target.max(axis=1)).mean())
+    by_confidence = min(1.0, max(0.0, weighted - gap))
+    return _Thresholded(accuracy, by_confidence, right, weights, source_confidence, target_confidence)
+
+
+def _domain_error(left_out: LeftOut, shares: np.ndarray | None) -> float:
+    """The estimate for a domain that the model has not seen, less the truth."""
+    said = left_out.with_shares(shares)
+    return _thresholded(said.held_scores, said.held_labels, said.scores, shares).accuracy - float(said.right.mean())
+
+
+def _share_interval(parts: Sequence[np.ndarray], texts: int) -> tuple[float, float]:
+    """How far below and above the share that is right in all parts together that of `texts` others may be."""
+    right = np.concatenate(parts)
+    hits, count = float(right.sum()), len(right)
+    low, high = betaincinv(hits + 0.5, count - hits + 0.5, [0.025, 0.975])
+    share, smoothed = hits / count, (hits + 0.5) / (count + 1)
+    spread = 0.0
+    if len(parts) > 1:
+        means = [part.mean() for part in parts]
+        spread = float(stdtrit(len(parts) - 1, 0.975) * np.std(means, ddof=1) / math.sqrt(len(parts)))
+    chance = 1.96 * math.sqrt(smoothed * (1 - smoothed) / texts)
+    return math.hypot(max(share - low, spread), chance), math.hypot(max(high - share, spread), chance)
+
+
+def _resample(own: _Thresholded, resamples: int, random: np.random.Generator) -> np.ndarray:
+    """[resamples] estimates under Dirichlet weights of the texts: a share n/N becomes Beta(n + 1/2, N - n + 1/2)."""
+    drawn = np.empty(resamples)
+    for index in range(resamples):
+        source_weights = own.weights * random.standard_exponential(len(own.source_confidence))
+        target_weights = random.standard_exponential(len(own.target_confidence))
+        more_wrong, more_right, more_below, more_above = random.standard_gamma(0.5, size=4)
+        error = (source_weights[~own.right].sum() + more_wrong) / (source_weights.sum() + more_wrong + more_right)
+        share = _share_at_least_as_sure(own.source_confidence, error, own.target_confidence, source_weights, target_weights)
+        total = target_weights.sum()
+        drawn[index] = (share * total + more_above) / (total + more_above + more_below)
+    return drawn

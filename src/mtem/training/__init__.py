@@ -1,0 +1,1 @@
+"""The training loop, its settings, optimizer, devices and checkpoints."""

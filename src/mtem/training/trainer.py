@@ -1,0 +1,157 @@
+"""The loop: batches in, steps of a method out, on any device and precision; logged, checkpointed, resumable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtem import schedules
+from mtem.errors import RunError
+from mtem.methods.base import Method
+from mtem.progress import Progress
+from mtem.training.optimizer import make_optimizer
+from mtem.training.settings import TrainingSettings
+from mtem.training.streams import Stream
+
+QUANTILE_SAMPLE = 20_000  # indexes at most that the history's quantiles are taken of
+
+
+class Trainer:
+    """Runs `steps` steps of a method. `after(done)` is called behind each step: evaluations and checkpoints live there."""
+
+    def __init__(
+        self,
+        method: Method,
+        settings: TrainingSettings,
+        *,
+        name: str,
+        steps: int,
+        rate: float,
+        source: Stream,
+        target: Stream | None,
+        progress: Progress,
+        optimizer: str | None = None,
+        schedule: str | None = None,
+        record: Callable[[dict[str, Any]], None] = lambda line: None,
+        after: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        self.method, self.settings, self.name, self.steps, self.base_rate = method, settings, name, steps, rate
+        self.source, self.target, self.progress, self.record, self.after = source, target, progress, record, after
+        self.schedule = schedule or settings.schedule
+        self.optimizer = make_optimizer(method, settings, optimizer or settings.optimizer, rate)
+        scaled = method.model.precision is torch.float16
+        self.scaler = torch.amp.GradScaler(method.model.device.type, enabled=scaled)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._norm: Tensor | None = None
+        self._rate = rate
+
+    def rate(self) -> float:
+        """The current learning rate, before layer-wise decay."""
+        return self._rate
+
+    def run(self, first: int = 0) -> None:
+        with self.progress.stage(self.name, self.steps):
+            self.progress.advance(first)
+            for step in range(first, self.steps):
+                self._set_rate(step)
+                target = self.target(step) if self.target is not None else None
+                try:
+                    log = self.method.step(step, self.source(step), target, self.update)
+                except torch.OutOfMemoryError as error:
+                    raise RunError(
+                        f"{self.name}, step {step + 1}: the GPU's memory is full; set a smaller batch_size or max_length, "
+                        "or frozen_layers"
+                    ) from error
+                last = step + 1 == self.steps
+                if step % self.settings.log_every == 0 or last:
+                    self._log(step, log)
+                else:
+                    self.progress.advance(step + 1)
+                self.after(step + 1)
+
+    def update(
+        self, loss: Tensor | None, between: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
+    ) -> None:
+        """Backward, clipping, one optimizer step; what `methods.Update` says."""
+        if loss is not None:
+            self.scaler.scale(loss).backward()
+        if gradients:
+            scale = self.scaler.scale(torch.ones((), device=self.method.model.device)) if self.scaler.is_enabled() else None
+            for name, parameter in self.method.model.trainable().items():
+                if name in gradients:
+                    gradient = gradients[name] if scale is None else gradients[name] * scale
+                    # Contiguous: the fused kernels on the CPU read the memory and not the strides.
+                    parameter.grad = gradient.contiguous() if parameter.grad is None else parameter.grad.add_(gradient)
+        if between is not None:
+            between()
+        if self.settings.clip:
+            self.scaler.unscale_(self.optimizer)
+            self._norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)  # now, so that the next step's passes have that memory
+
+    # ------------------------------------------------------------------ resuming
+
+    def state(self) -> dict[str, Tensor]:
+        """Optimizer and scaler as named tensors."""
+        tensors = {}
+        for number, parameter in enumerate(self.parameters):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    tensors[f"{number}.{key}"] = torch.as_tensor(value)
+        if self.scaler.is_enabled():
+            scaler = self.scaler.state_dict()
+            tensors["scale"] = torch.tensor([scaler["scale"], scaler["_growth_tracker"]], dtype=torch.float64)
+        return tensors
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        for name, value in tensors.items():
+            if name == "scale":
+                scaler = self.scaler.state_dict()
+                scaler.update(scale=float(value[0]), _growth_tracker=int(value[1]))
+                self.scaler.load_state_dict(scaler)
+                continue
+            number, key = name.split(".", 1)
+            parameter = self.parameters[int(number)]
+            # Adam counts its steps in a CPU tensor unless it is fused: leave it where the optimizer expects it.
+            place = value if key == "step" and not self._fused else value.to(parameter.device)
+            self.optimizer.state[parameter][key] = place
+
+    @property
+    def _fused(self) -> bool:
+        return bool(self.optimizer.param_groups[0].get("fused"))
+
+    # ------------------------------------------------------------------ inside
+
+    def _set_rate(self, step: int) -> None:
+        if self.schedule == "assumption-2":  # Assumption 2: eta_t = min(1, k1 / t), with k1 the base rate
+            self._rate = schedules.assumption_theta(step + 1, k1=self.base_rate)
+        else:
+            warmup = round(self.settings.warmup * self.steps)
+            self._rate = self.base_rate * schedules.SCHEDULES[self.schedule](step, self.steps, warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate * group["factor"]
+
+    def _log(self, step: int, log: dict[str, Tensor | float]) -> None:
+        figures = {name: float(value) for name, value in log.items()}
+        if self._norm is not None:
+            figures["gradient_norm"] = float(self._norm)
+        for name, value in figures.items():
+            if name.endswith("loss") and not math.isfinite(value):
+                raise RunError(f"{self.name}, step {step + 1}: {name} is {value}; try a smaller learning rate")
+        line: dict[str, Any] = {"stage": self.name, "step": step + 1, "rate": self._rate}
+        line |= {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        shown = {name.replace("_", " "): value for name, value in figures.items() if name != "gradient_norm"}
+        index = self.method.indexes()
+        if index is not None and len(index):
+            at = torch.tensor([0.1, 0.5, 0.9], device=index.device, dtype=index.dtype)
+            # Sorting a million of them would take longer than the steps between two lines; a thin sample says the same.
+            line["index_quantiles"] = torch.quantile(index[:: -(-len(index) // QUANTILE_SAMPLE)], at).tolist()
+            shown["index"] = "/".join(f"{value:.2f}" for value in line["index_quantiles"])  # type: ignore[assignment]
+        self.record(line)
+        self.progress.advance(step + 1, shown)

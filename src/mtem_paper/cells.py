@@ -1,0 +1,134 @@
+"""A cell: one method on one target with one seed, and the file that says what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtem.atomic import write_json
+
+# A cell's protocol is part of its address: the last of these numbers that changed what such a cell computes. To change the rules,
+# or the default of a setting, add a number and say which cells it concerns; the others stay where they are.
+#   1  all cells
+#   2  candidates are judged with the bias of the assumed class shares, as they are shipped; of the labeled target texts every
+#      method sees the same number in a step (target_labeled_share=0.5)
+SEMI_SUPERVISED = "semi-supervised"
+PLACE = ("dataset", "model", "setting", "pool")
+
+
+def protocol_of(setting: str, prior: str, oracle: bool) -> int:
+    return 2 if setting == SEMI_SUPERVISED or prior != "none" or oracle else 1
+
+
+def current_protocol(result: Mapping[str, Any]) -> int:
+    """What a result's protocol would be today."""
+    return protocol_of(result["setting"], result["settings"].get("prior", "none"), result["oracle"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What is to be run. Two cells of the same names but other settings have other addresses.
+
+    An address depends on settings that are not at their defaults and on no others, so a new setting moves no cell.
+    """
+
+    dataset: str
+    model: str
+    variant: str
+    setting: str
+    pool: str
+    target: str
+    seed: int
+    method: str  # a name, or the file of one
+    preset: str
+    given: Mapping[str, Any]  # settings beside those of the preset
+    changed: Mapping[str, Any]  # settings that are not at their defaults, as far as they may change the outcome
+    factors: tuple[float, ...]  # the search: what the learning rate of the adaptation is multiplied by
+    oracle: bool = False
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a rehearsal, which is no result
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Cells of one group share data, splits and theta_1."""
+        return self.dataset, self.model, self.setting, self.pool, self.target, str(self.seed)
+
+    @property
+    def protocol(self) -> int:
+        return protocol_of(self.setting, self.changed.get("prior", "none"), self.oracle)
+
+    @property
+    def address(self) -> Path:
+        """Where its file is, below the results' folder."""
+        defining = {**dataclasses.asdict(self), "method": Path(self.method).name, "protocol": self.protocol}
+        for name in ("preset", "given", *(() if self.overrides else ("overrides",))):  # in `changed`, as far as they matter
+            del defining[name]
+        digest = hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        name = f"{self.variant}-{self.target}-{self.seed}-{digest}.json"
+        return Path("cells", self.dataset, self.model, self.setting, self.pool, name)
+
+    def __str__(self) -> str:
+        return f"{self.variant} {self.target} {self.seed} ({self.model}, {self.setting}, {self.pool})"
+
+
+def write(results: Path, cell: Cell, result: Mapping[str, Any]) -> Path:
+    """The cell's file, whole or not at all; what was told of an earlier failure is removed."""
+    path = results / cell.address
+    write_json(path, result)
+    failure_path(results, cell).unlink(missing_ok=True)
+    return path
+
+
+def failure_path(results: Path, cell: Cell) -> Path:
+    return results / "failures" / cell.address.relative_to("cells").with_suffix(".txt")
+
+
+class Found(NamedTuple):
+    """What is under a folder of results, in the order of their names; no rehearsals."""
+
+    cells: list[dict[str, Any]]
+    """What tables show. Of two that differ in their settings alone the one that was finished last. Where the rules have changed
+    and less has been run under the new ones than there was before, all such cells of a place are the earlier ones."""
+    damaged: list[str]
+    """A line for each file that could not be read."""
+    current: list[dict[str, Any]]
+    """All cells that were run under the rules of today."""
+
+
+def read_all(results: Path) -> list[dict[str, Any]]:
+    return read(results).cells
+
+
+def read(results: Path) -> Found:
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    damaged = []
+    for path in sorted((Path(results) / "cells").glob("*/*/*/*/*.json")):
+        try:
+            cell = json.loads(path.read_text(encoding="utf-8"))
+            key = *(cell[name] for name in (*PLACE, "variant", "target", "seed")), cell["protocol"]
+            if cell["protocol"] > current_protocol(cell) or cell["overrides"]:
+                continue
+            if key not in found or found[key]["finished"] < cell["finished"]:
+                found[key] = cell
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            damaged.append(f"{path}: not a readable cell ({type(error).__name__}: {error}); remove it and run it again")
+    cells = list(found.values())
+    return Found(_shown(cells), damaged, [cell for cell in cells if cell["protocol"] == current_protocol(cell)])
+
+
+def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Earlier and later rules are never mixed in one place."""
+    counts: dict[tuple[Any, ...], dict[int, int]] = {}
+    for cell in cells:
+        if (today := current_protocol(cell)) > 1:
+            of_place = counts.setdefault((*(cell[name] for name in PLACE), today), {})
+            of_place[cell["protocol"]] = of_place.get(cell["protocol"], 0) + 1
+    chosen = {key: max(sorted(by, reverse=True), key=lambda number: by[number]) for key, by in counts.items()}
+    return [
+        cell
+        for cell in cells
+        if cell["protocol"] == chosen.get((*(cell[name] for name in PLACE), current_protocol(cell)), current_protocol(cell))
+    ]

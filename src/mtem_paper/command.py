@@ -1,0 +1,155 @@
+"""`mtem reproduce`: the paper's experiments on your machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from mtem.errors import RequestError
+from mtem.progress import Progress
+
+if TYPE_CHECKING:
+    from mtem_paper.cells import Cell
+
+out = Console(soft_wrap=True, highlight=False)
+
+RUNS = ("general", "ablation", "batch-size")
+SHOWN = ("cost", "entropy", "trajectories", "page")
+WHAT = (*RUNS, *SHOWN, "theory", "cases", "all")
+
+
+def reproduce(
+    what: Annotated[str, typer.Argument(help=f"One of {', '.join(WHAT)}.", show_default=False)],
+    dataset: Annotated[str, typer.Option(help="amazon or pheme.")] = "amazon",
+    model: Annotated[
+        str | None, typer.Option(help="As for 'mtem adapt'; without it minilm for amazon, bigcn for pheme.", show_default=False)
+    ] = None,
+    model_name: Annotated[str | None, typer.Option(help="What the results call the model, if --model is a directory.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The folder that 'mtem data prepare' has written.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder for what is found, one file for each cell.")] = Path("results"),
+    docs: Annotated[Path, typer.Option(help="Where the page of results is written.")] = Path("docs"),
+    seeds: Annotated[
+        str | None, typer.Option(help="With commas; without it the plan's: three for amazon, five for pheme.", show_default=False)
+    ] = None,
+    targets: Annotated[str | None, typer.Option(help="Some of the target domains, with commas; all without it.")] = None,
+    settings: Annotated[str | None, typer.Option(help="unsupervised, semi-supervised or both, with a comma.")] = None,
+    pools: Annotated[str | None, typer.Option(help="amazon: which unlabeled reviews: mixed, natural, or both.")] = None,
+    variants: Annotated[str | None, typer.Option(help="Rows of the table, with commas; a method of your own as NAME.py.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")] = "auto",
+    limit_seconds: Annotated[float | None, typer.Option(help="Begin no cell after so many seconds.", min=0)] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Say which cells are there and which are missing; run nothing.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="For a rehearsal, which never counts as a result.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the summary.")] = False,
+) -> None:
+    """Repeat the paper's experiments, cell by cell; what is there already is not run again.
+
+    **Examples**
+
+    mtem reproduce general --dataset pheme --data pheme/ --jobs 4
+
+    mtem reproduce general --dataset amazon --data amazon/ --targets kitchen --seeds 0 --list
+
+    mtem reproduce page
+    """
+    if what not in WHAT:
+        raise RequestError(f"unknown experiment '{what}': there are {', '.join(WHAT)}")
+    if set_ and what not in RUNS:
+        raise RequestError(f"--set: {what} cannot be rehearsed; {', '.join(RUNS)} can")
+    progress = Progress(quiet=quiet)
+    failed = False
+    model = model or {"pheme": "bigcn"}.get(dataset, "minilm")
+    if what in (*RUNS, "all"):
+        from mtem.cli.main import _settings
+        from mtem_paper import protocol
+
+        cells = protocol.plan(
+            [name for name in RUNS if what in (name, "all")], dataset, model, protocol.model_name(model, model_name),
+            seeds=None if seeds is None else numbers(seeds), targets=listed(targets), settings_=listed(settings),
+            pools=listed(pools), variants=listed(variants), overrides=_settings(set_),
+        )  # fmt: skip
+        if not cells:
+            raise RequestError(f"{what}: nothing to run for {dataset} with these options")
+        if list_:
+            show(results, cells)
+            return
+        failed = run(cells, results, needed(data, dataset), model, device, jobs, limit_seconds, progress)
+    reviews = what == "all" and dataset == "amazon"  # of which theory and cases are made
+    if what == "theory" or (reviews and not (results / "theory" / "convergence.json").exists()):
+        from mtem_paper import theory
+
+        theory.reproduce(needed(data, "amazon"), results, seeds=numbers(seeds or "0,1,2"), progress=progress)
+    if what == "cases" or reviews:
+        from mtem_paper import cases, protocol
+
+        name = protocol.model_name(model, model_name)
+        cases.reproduce(needed(data, "amazon"), results, model=model, name=name, device=device, progress=progress)
+    if what in (*SHOWN, "all"):
+        from mtem_paper import page
+
+        page.write(results, docs, progress)
+    if failed:
+        raise typer.Exit(1)
+
+
+def run(
+    cells: list[Cell], results: Path, data: Path, model: str, device: str, jobs: int, limit: float | None, progress: Progress
+) -> bool:
+    """Run what is missing and say what came of it; whether anything failed."""
+    from mtem import models
+    from mtem.run.adapt import find_settings
+    from mtem.training.devices import find_device
+    from mtem_paper import runner, splits
+
+    find_device(device)
+    models.find(model, find_settings(model, cells[0].method, cells[0].preset, cells[0].given)["model"])
+    for target, pool in dict.fromkeys((cell.target, cell.pool) for cell in cells):
+        splits.read(cells[0].dataset, data, target, pool)
+    try:
+        summary = runner.run(
+            cells, results, data=data, model=model, device=device, jobs=jobs, limit=limit, progress=progress
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        out.print(
+            f"stopped; {len(cells) - len(runner.missing(results, cells))} of {len(cells)} cells are in {results}", markup=False
+        )
+        raise
+    line = f"{summary.done} cells run, {summary.there} were there, {len(summary.failed)} failed, {summary.left} not begun"
+    out.print(f"{results}: {line}", markup=False)
+    for cell, reason in summary.failed:
+        out.print(f"failed: {cell}: {reason}", style="red", markup=False)
+    return bool(summary.failed)
+
+
+def show(results: Path, cells: list[Cell]) -> None:
+    there = 0
+    for cell in cells:
+        found = (results / cell.address).is_file()
+        there += found
+        out.print(f"{'there  ' if found else 'missing'} {cell.address}", markup=False)
+    out.print(f"{there} of {len(cells)} cells are there", markup=False)
+
+
+def needed(data: Path | None, dataset: str) -> Path:
+    if data is None:
+        raise RequestError(
+            f"--data is needed: get the {dataset} data, turn it into files with 'mtem data prepare {dataset} --from PATH --to "
+            "FOLDER', and give that FOLDER"
+        )
+    return data
+
+
+def listed(given: str | None) -> list[str] | None:
+    return None if given is None else [part.strip() for part in given.split(",") if part.strip()]
+
+
+def numbers(given: str) -> list[int]:
+    try:
+        return [int(part) for part in given.split(",")]
+    except ValueError:
+        raise RequestError(f"--seeds {given}: whole numbers with commas are wanted, as in 0,1,2") from None
