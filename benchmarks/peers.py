@@ -108,7 +108,7 @@ class Higher(Peer):
         import higher
 
         theta = list(self.model.parameters())
-        with self.model.smooth():
+        with self.model.differentiable_attention():
             scores = self.stateless(self.target.inputs, params=theta)
         virtual = higher.get_diff_optim(self.virtual, theta)
         moved = virtual.step(self.target_loss(scores, index), params=theta)
@@ -134,7 +134,7 @@ class Torchopt(Peer):
         import torchopt
 
         theta, state = torchopt.extract_state_dict(self.model), torchopt.extract_state_dict(self.virtual)
-        with self.model.smooth():
+        with self.model.differentiable_attention():
             scores = self.model(self.target.inputs)
         self.virtual.step(self.target_loss(scores, index))
         loss = self.source_loss(self.model(self.source.inputs))

@@ -21,13 +21,13 @@ from typing import Any
 EVENTS = ("charliehebdo", "ferguson", "germanwings-crash", "ottawashooting", "sydneysiege")
 TARGETS = ("charliehebdo", "ferguson", "ottawashooting", "sydneysiege")
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "out": {"method": "source-only", "prior": "none"},
-    "out-uniform": {"method": "source-only", "prior": "uniform"},
-    "mtem": {"method": "mtem", "prior": "none"},
-    "mtem-uniform": {"method": "mtem", "prior": "uniform"},
-    "mtem-uniform-balanced": {"method": "mtem", "prior": "uniform", "class_weights": "balanced"},
-    "mtem-source": {"method": "mtem", "prior": "source"},
-    "mtem-estimated": {"method": "mtem", "prior": "estimated"},
+    "out": {"method": "source-only", "target_class_prior": "none"},
+    "out-uniform": {"method": "source-only", "target_class_prior": "uniform"},
+    "mtem": {"method": "mtem", "target_class_prior": "none"},
+    "mtem-uniform": {"method": "mtem", "target_class_prior": "uniform"},
+    "mtem-uniform-balanced": {"method": "mtem", "target_class_prior": "uniform", "class_weights": "balanced"},
+    "mtem-source": {"method": "mtem", "target_class_prior": "source"},
+    "mtem-estimated": {"method": "mtem", "target_class_prior": "estimated"},
 }
 
 

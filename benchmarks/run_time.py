@@ -243,7 +243,7 @@ class _Training:
         context = Context(steps, given.texts, 2, torch.Generator().manual_seed(given.seed), lambda: 1e-4, source_size=given.texts)
         method = kind(model, kind.Settings(), context)
         self.trainer = Trainer(
-            method, TrainingSettings(), name=name, steps=steps, rate=1e-4, source=self.source,
+            method, TrainingSettings(), name=name, steps=steps, learning_rate=1e-4, source=self.source,
             target=self.target if name == "mtem" else None, progress=quiet,
         )  # fmt: skip
         self.times: list[tuple[float, float]] = []

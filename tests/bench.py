@@ -25,26 +25,28 @@ class Bench:
     that; make it with `dropout=False` to have none in training mode either.
     """
 
-    def __init__(self, kind, encoder, rate=0.05, steps=12, seed=0, few=False, dropout=True, frozen=0, **changes):
+    def __init__(self, kind, encoder, learning_rate=0.05, steps=12, seed=0, few=False, dropout=True, frozen=0, **changes):
         torch.manual_seed(seed)
         self.model = TextModel.create(encoder, CLASSES, max_length=16, attention="eager").to(torch.float32)
         settings = kind.Settings(**changes)
-        kind.adjust(self.model, settings)
+        kind.prepare_model(self.model, settings)
         if not dropout:
             for module in self.model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
         self.model.freeze(frozen)
-        self.rate, self.steps, self.draw = rate, steps, np.random.default_rng(seed)
+        self.rate, self.steps, self.draw = learning_rate, steps, np.random.default_rng(seed)
         labeled, target = make_texts(SOURCE, 5) + (make_texts(FEW, 7, 0.5) if few else []), make_texts(TARGET, 6, 0.5)
         self.source_tokens = self.model.encode(load_corpus(([t for t, _ in labeled], [c for _, c in labeled]), labeled=True))
         self.labels = np.array([CLASSES.index(label) for _, label in labeled])
         self.target_tokens = self.model.encode(load_corpus([text for text, _ in target], labeled=False))
         self.target_labels = torch.tensor([CLASSES.index(label) for _, label in target])
-        self.context = Context(steps, TARGET, 2, torch.Generator().manual_seed(seed), lambda: rate, source_size=len(labeled))
-        self.context.few_rows = torch.arange(SOURCE, len(labeled))
+        self.context = Context(
+            steps, TARGET, 2, torch.Generator().manual_seed(seed), lambda: learning_rate, source_size=len(labeled)
+        )
+        self.context.target_labeled_rows = torch.arange(SOURCE, len(labeled))
         if few:
-            self.context.few = lambda step: self.source_batch(np.arange(SOURCE, len(labeled)))
+            self.context.target_labeled = lambda step: self.source_batch(np.arange(SOURCE, len(labeled)))
         self.method = kind(self.model, settings, self.context)
         self.model.eval()
 
@@ -66,19 +68,19 @@ class Bench:
         parts = {f"{part}.{name}": p for part, module in self.method.modules().items() for name, p in module.named_parameters()}
         return {**self.model.trainable(), **parts}
 
-    def update(self, loss, between=None, gradients=None) -> None:
+    def update(self, loss, before_step=None, gradients=None) -> None:
         parameters = self.parameters()
         found = [None] * len(parameters)
         if loss is not None:
             found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        if between is not None:
-            between()
+        if before_step is not None:
+            before_step()
         with torch.no_grad():
             for (name, parameter), gradient in zip(parameters.items(), found, strict=True):
                 known = (gradients or {}).get(name)
                 gradient = known if gradient is None else gradient if known is None else gradient + known
                 if gradient is not None:
-                    parameter -= self.rate * self.method.rate_factor(name) * gradient
+                    parameter -= self.rate * self.method.learning_rate_factor(name) * gradient
 
     def step(self, number=0, source=None, target=None):
         """One step of the method, on batches drawn for it unless they are given."""

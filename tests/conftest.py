@@ -177,8 +177,8 @@ def tiny(encoder, reviews) -> dict:
         "batch_size": 10,
         "source_epochs": 2,
         "epochs": 1,
-        "source_rate": 3e-3,
-        "rate": 1e-3,
+        "source_learning_rate": 3e-3,
+        "learning_rate": 1e-3,
         "evaluations": 3,
         "frozen_layers": 0,
     }

@@ -47,7 +47,7 @@ def finished(tmp_path_factory, encoder, reviews):
     output = tmp_path_factory.mktemp("finished") / "run"
     adapted = mtem.adapt(
         [str(reviews["books"]), str(reviews["dvd"])], str(reviews["kitchen"]), model=encoder, output=output,
-        max_length=16, batch_size=10, source_epochs=4, source_rate=3e-3, epochs=2, rate=1e-3, frozen_layers=0,
+        max_length=16, batch_size=10, source_epochs=4, source_learning_rate=3e-3, epochs=2, learning_rate=1e-3, frozen_layers=0,
     )  # fmt: skip
     return output, adapted
 
@@ -63,7 +63,7 @@ def test_run_directory(finished):
     stages = {line["stage"] for line in history}
     assert stages == {"source", "adapt", "evaluation"}
     adapting = [line for line in history if line["stage"] == "adapt"]
-    assert {"temperature", "target_loss", "source_loss", "meta_loss", "index_quantiles", "rate"} <= adapting[0].keys()
+    assert {"temperature", "target_loss", "source_loss", "meta_loss", "index_quantiles", "learning_rate"} <= adapting[0].keys()
     table = pq.read_table(output / "indexes.parquet").to_pandas()
     assert list(table.columns) == ["row", "text", "index", "prediction", "confidence"]
     assert len(table) == 80 and table["index"].between(1.05, 5).all() and table["index"].nunique() > 2
@@ -220,12 +220,12 @@ def test_another_run_is_never_overwritten(tiny, tmp_path):
 def test_a_full_disk_fails_in_one_line_and_resumes(tiny, tmp_path, monkeypatch):
     import errno
 
-    from mtem import atomic
+    from mtem import tensors
 
     def full(tensors, path, *rest):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(atomic, "save_file", full)
+    monkeypatch.setattr(tensors, "save_file", full)
     with pytest.raises(mtem.RunError, match="disk is full"):
         adapt(tiny, output=tmp_path / "run")
     assert not [path for path in (tmp_path / "run").rglob("*") if ".part" in path.name]
@@ -258,7 +258,7 @@ def test_the_best_candidate_is_restored_not_the_last(tiny, tmp_path, monkeypatch
 
     def second_is_best(criterion, evidence):
         if criterion == "density":
-            seen.append(evidence.target_scores)
+            seen.append(evidence.target_logits)
             return {1: 0.0, 2: 2.0}.get(len(seen), 1.0)
         return 0.0
 
@@ -343,9 +343,18 @@ def test_source_only_is_a_run_like_any_other(tiny, tmp_path):
 
 
 def test_paper_preset_is_algorithm_1(tiny):
-    free = {name: value for name, value in tiny.items() if name not in ("rate", "batch_size", "max_length", "frozen_layers")}
+    free = {
+        name: value for name, value in tiny.items() if name not in ("learning_rate", "batch_size", "max_length", "frozen_layers")
+    }
     record = mtem.adapt(**free, preset="paper").record
-    expected = {"optimizer": "sgd", "rate": 5e-5, "batch_size": 50, "source_weight": 0.0, "index_step": "raw", "index_rate": 0.1}
+    expected = {
+        "optimizer": "sgd",
+        "learning_rate": 5e-5,
+        "batch_size": 50,
+        "source_weight": 0.0,
+        "index_step": "raw",
+        "index_learning_rate": 0.1,
+    }
     assert expected.items() <= record["settings"].items() and record["resolved"]["frozen_layers"] == 0
 
 
@@ -357,7 +366,7 @@ def test_unknown_names_are_refused_with_what_there_is(tiny):
     with pytest.raises(RequestError, match="unknown preset"):
         adapt(tiny, preset="best")
     with pytest.raises(RequestError, match="between 0"):
-        adapt(tiny, corruption=3.0)
+        adapt(tiny, mask_ratio=3.0)
 
 
 # ---------------------------------------------------------------------- a given source model, and an observer
@@ -448,7 +457,7 @@ def test_an_observer_sees_the_weights_that_are_judged(tiny, reviews, prior):
             with torch.no_grad():
                 model.head.bias.copy_(kept[1])
 
-    adapted = adapt(tiny, prior=prior, observe=observe)
+    adapted = adapt(tiny, target_class_prior=prior, observe=observe)
     assert sorted(seen) == [entry["step"] for entry in adapted.record["selection"]["candidates"]]
     np.testing.assert_array_equal(seen[adapted.record["selection"]["chosen_step"]], adapted.predict_proba(texts))
 
@@ -465,7 +474,7 @@ def test_the_estimate_compares_with_a_source_model_of_the_same_correction(tiny, 
     monkeypatch.setattr(accuracy_estimate, "estimate_accuracy", seen)
     monkeypatch.setattr(criteria, "choose", lambda scores: len(scores) - 1)  # not the source model
     tiny |= {"validation_share": 0.3}  # of 120 texts: enough for an estimate
-    record = adapt(tiny, prior=prior).record
+    record = adapt(tiny, target_class_prior=prior).record
     (given, options) = calls[-1]
     anchor, scores = options["anchor"]
     assert record["estimate"]["after"]["source_model"] == anchor.accuracy
@@ -475,7 +484,7 @@ def test_the_estimate_compares_with_a_source_model_of_the_same_correction(tiny, 
         np.testing.assert_allclose(options["target_shares"], [0.5, 0.5])
     else:
         assert options["target_shares"] is None and record["estimate"]["before"]["accuracy"] == anchor.accuracy
-    alone = adapt(tiny, prior=prior, method="source-only").record["estimate"]["after"]
+    alone = adapt(tiny, target_class_prior=prior, method="source-only").record["estimate"]["after"]
     assert alone["source_model"] is None, "there is no other model"
 
 
@@ -485,7 +494,9 @@ def test_the_correction_of_the_prior_does_not_depend_on_the_method(tiny):
     found = []
     for changes in ({"method": "source-only"}, {"epochs": 2, "evaluations": 1}):
         lines = []
-        adapt(tiny, target=target, prior="uniform", observe=lambda line, _, lines=lines: lines.append(line), **changes)
+        adapt(
+            tiny, target=target, target_class_prior="uniform", observe=lambda line, _, lines=lines: lines.append(line), **changes
+        )
         found.append(next(line["bias"] for line in lines if line["stage"] == "evaluation"))
     assert found[0] == found[1]
 
@@ -518,9 +529,12 @@ def test_candidates_are_judged_as_they_would_be_shipped(tiny, monkeypatch, prior
     monkeypatch.setitem(criteria.CRITERIA, "source-validation", criterion)
     source = [pair for number, pair in enumerate(make_texts(120, 1)) if number % 6]  # fewer bad ones
     adapted = adapt(
-        tiny, source={"books": tuple(map(list, zip(*source, strict=True)))}, prior=prior, criterion="source-validation"
+        tiny,
+        source={"books": tuple(map(list, zip(*source, strict=True)))},
+        target_class_prior=prior,
+        criterion="source-validation",
     )
-    probs = [inference.probabilities(evidence.target_scores).mean(axis=0) for evidence in seen]
+    probs = [inference.probabilities(evidence.target_logits).mean(axis=0) for evidence in seen]
     if prior == "none":
         assert all(evidence.source_weights is None for evidence in seen) and np.ptp(probs, axis=0).max() > 1e-3
         return
@@ -528,7 +542,7 @@ def test_candidates_are_judged_as_they_would_be_shipped(tiny, monkeypatch, prior
     for evidence in seen:
         by_class = np.bincount(evidence.source_labels, weights=evidence.source_weights)
         assert_near(by_class[0], by_class[1])
-    shipped = inference.probabilities(seen[-1].target_scores)
+    shipped = inference.probabilities(seen[-1].target_logits)
     found = adapted.predict_proba(list(adapted.indexes["text"]))  # the sample is the whole target
     assert_near(np.sort(found[:, 1]), np.sort(shipped[:, 1]), size=20.0, dtype=torch.float32)
 

@@ -15,12 +15,12 @@ temperatures = st.tuples(st.floats(0, 10), st.floats(0, 10)).map(sorted)
 @example(bounds=[1.0, 2.0], steepness=1e-310, total=10)
 @example(bounds=[0.0, 0.0], steepness=0.0, total=1)
 def test_ends_are_exact_and_it_only_falls(bounds: list[float], steepness: float, total: int) -> None:
-    coldest, hottest = bounds
-    assert temperature(0, total, hottest, coldest, steepness) == hottest
-    assert temperature(total, total, hottest, coldest, steepness) == coldest
-    assert temperature(3 * total, total, hottest, coldest, steepness) == coldest
+    temperature_end, temperature_start = bounds
+    assert temperature(0, total, temperature_start, temperature_end, steepness) == temperature_start
+    assert temperature(total, total, temperature_start, temperature_end, steepness) == temperature_end
+    assert temperature(3 * total, total, temperature_start, temperature_end, steepness) == temperature_end
     steps = sorted({0, total // 7, total // 3, total // 2, total - 1, total})
-    values = [temperature(step, total, hottest, coldest, steepness) for step in steps]
+    values = [temperature(step, total, temperature_start, temperature_end, steepness) for step in steps]
     assert all(later <= earlier + 1e-14 for earlier, later in itertools.pairwise(values))
 
 

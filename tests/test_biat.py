@@ -44,7 +44,7 @@ def trained(encoder) -> Bench:
         source, _ = ours.batches()
         optimizer.zero_grad()
         loss = F.cross_entropy(ours.model(source.inputs), source.labels)
-        (loss + ours.method.target_head_loss(ours.context.few(number))).backward()
+        (loss + ours.method.target_head_loss(ours.context.target_labeled(number))).backward()
         optimizer.step()
     optimizer.zero_grad()
     return ours
@@ -121,7 +121,7 @@ def test_adaptive_perturbations_lower_the_loss_of_the_targets_head(learned):
 
     def loss(noise):
         with torch.no_grad():
-            _, features = learned.model.scores_and_features({**source.inputs, "noise": noise})
+            _, features = learned.model.logits_and_features({**source.inputs, "noise": noise})
             return F.cross_entropy(learned.method.target_head(features), source.labels, reduction="none")
 
     noise = learned.method.adaptive(source.inputs, source.labels)
@@ -156,7 +156,7 @@ def test_virtual_direction_with_several_classes(encoder):
     with torch.no_grad():
         model.head.weight.mul_(5)  # as drawn, the head hardly tells its texts apart
     noise = Biat(model, BiatSettings(radius=0.1, xi=0.4), context).virtual(inputs, torch.log_softmax(model(inputs), 1).detach())
-    words = model.perturbable(inputs)
+    words = model.input_embeddings(inputs)
     drawn = torch.randn(words.shape, generator=torch.Generator().manual_seed(5)) * (words != 0)
     alike = []
     for row in range(6):
@@ -215,13 +215,13 @@ def test_the_targets_head_learns_from_labeled_target_texts_alone(encoder):
     weights = list(ours.method.target_head.parameters())
     loss, log = loss_of_step(ours, source, target)
     assert log.keys() == TERMS
-    few = ours.context.few(0)
+    few = ours.context.target_labeled(0)
     alone = torch.autograd.grad(ours.method.target_head_loss(few), weights)
     for got, wanted in zip(torch.autograd.grad(loss, weights), alone, strict=True):
         torch.testing.assert_close(got, wanted)
     assert any(gradient.abs().max() > 0 for gradient in alone)
     with torch.no_grad():
-        _, features = ours.model.scores_and_features(few.inputs)
+        _, features = ours.model.logits_and_features(few.inputs)
         scores = features @ ours.method.target_head.weight.T + ours.method.target_head.bias
     torch.testing.assert_close(log["target_head_loss"], F.cross_entropy(scores, few.labels))
 
@@ -307,7 +307,7 @@ def texts(theta, batch: Batch, drawn=None) -> list[reference.Text]:
 @pytest.mark.parametrize("few", [True, False])
 def test_trajectory_is_the_literal_reading(encoder, few):
     lambdas = {"adversarial_weight": 0.7, "adaptive_weight": 1.3, "virtual_weight": 0.9, "entropy_weight": 0.6}
-    ours = bench(encoder, few=few, dropout=False, radius=0.2, xi=0.05, target_head_rate=3.0, **lambdas)
+    ours = bench(encoder, few=few, dropout=False, radius=0.2, xi=0.05, target_head_learning_rate_ratio=3.0, **lambdas)
     constants = reference.Constants(tuple(lambdas.values()), 0.2, 0.05, ours.rate, 3.0)
     theta = {name: value for name, value in ours.weights().items() if not name.startswith("target_head")}
     head = ours.method.target_head
@@ -326,7 +326,7 @@ def test_trajectory_is_the_literal_reading(encoder, few):
         generator = torch.Generator()
         generator.set_state(ours.context.generator.get_state())
         drawn = torch.randn((*target.inputs["input_ids"].shape, 32), generator=generator)
-        labeled = ours.context.few(number) if few else None
+        labeled = ours.context.target_labeled(number) if few else None
         theta, own = reference.step(
             features_of, theta, HEAD, own, texts(theta, source), texts(theta, labeled) if few else [],
             texts(theta, target, drawn), constants,

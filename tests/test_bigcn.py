@@ -14,13 +14,13 @@ import mtem
 from mtem import inference, metagrad, methods, models, settings
 from mtem.cli import main
 from mtem.data.loading import load_corpus
-from mtem.data.threads import Tree
+from mtem.data.threads import Thread
 from mtem.errors import RequestError
 from mtem.methods.base import cross_entropy, functional
 from mtem.models.base import CosineHead
-from mtem.models.trees import model
+from mtem.models.trees import model as tree_model
 from mtem.models.trees.bigcn import BiGCN, Dense, Graph, Sparse, kept_edges
-from mtem.models.trees.encoded import Threads
+from mtem.models.trees.encoded import EncodedThreads
 from mtem.models.trees.model import BigcnSettings, TreeModel
 from mtem.progress import Progress
 from mtem.training.settings import TrainingSettings
@@ -192,12 +192,12 @@ def make_model(rows, **changes) -> TreeModel:
     return made.eval()
 
 
-def trees_of(rows) -> list[Tree]:
+def trees_of(rows) -> list[Thread]:
     return load_corpus(rows, labeled=True).trees()
 
 
 def batch(model, rows, numbers=None):
-    threads = model.encode_trees(trees_of(rows))
+    threads = model.encode_threads(trees_of(rows))
     return model.collate(threads, np.arange(len(rows)) if numbers is None else np.asarray(numbers))
 
 
@@ -207,7 +207,7 @@ def matrices_of(model, inputs, trees) -> list[np.ndarray]:
     An encoder's are kept in float16: what rounds otherwise in another batch may be a whole step of float16 away, and the
     network's sums would have to be compared with that.
     """
-    found = model.perturbable(inputs).double().numpy()
+    found = model.input_embeddings(inputs).double().numpy()
     kept = np.float16 if model.features.kind == "encoder" else np.float32
     alone = np.concatenate(posts_one_by_one(model, trees))
     assert_near(found, alone, 2, dtype=getattr(torch, np.dtype(kept).name))
@@ -239,7 +239,7 @@ def test_the_model_is_the_slow_reading_of_the_threads(model, rows):
     wanted = reference.logits(weights_of(model.network), matrices, parents)
     assert_near(found, wanted)
 
-    values = model.perturbable(inputs)
+    values = model.input_embeddings(inputs)
     noise = 0.3 * torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
     sizes = [len(part) for part in parents]
     noisy = [matrix + part.numpy() for matrix, part in zip(matrices, noise.split(sizes), strict=True)]
@@ -250,7 +250,7 @@ def test_the_model_is_the_slow_reading_of_the_threads(model, rows):
 
 def test_noise_has_a_gradient_and_a_norm_for_each_thread(model, rows):
     inputs = batch(model, rows, [0, 5, 9])
-    noise = torch.zeros_like(model.perturbable(inputs)).requires_grad_()
+    noise = torch.zeros_like(model.input_embeddings(inputs)).requires_grad_()
     (gradient,) = torch.autograd.grad(model({**inputs, "noise": noise}).logsumexp(1).sum(), noise)
     assert gradient.abs().sum() > 0
     norms = model.norms(gradient, inputs)
@@ -283,7 +283,7 @@ def test_a_text_is_a_thread_without_replies(model):
     threads = model.encode_texts(texts)
     assert threads.lengths.tolist() == [1, 1, 1] and len(model.encode_texts([])) == 0
     inputs = model.collate(threads, np.arange(3))
-    matrices = matrices_of(model, inputs, [Tree([t], [-1]) for t in texts])
+    matrices = matrices_of(model, inputs, [Thread([t], [-1]) for t in texts])
     assert_near(model(inputs), reference.logits(weights_of(model.network), matrices, [[-1]] * 3))
 
 
@@ -299,7 +299,7 @@ def index_gradient(model, rows, engine):
         lambda parameters: cross_entropy(functional(model, parameters, source), labels),
         0.1,
         engine=engine,
-        smooth=model.smooth,
+        differentiable_attention=model.differentiable_attention,
     ).gradient
 
 
@@ -313,7 +313,7 @@ def test_the_three_engines_agree(model, rows, training):
 
 
 def test_engines_agree_with_noise(tfidf, rows):
-    noise = 0.1 * torch.randn(tfidf.perturbable(batch(tfidf, rows)).shape)
+    noise = 0.1 * torch.randn(tfidf.input_embeddings(batch(tfidf, rows)).shape)
     call = lambda parameters: functional(tfidf, parameters, {**batch(tfidf, rows), "noise": noise})  # noqa: E731
     plain = {name: value.detach() for name, value in tfidf.trainable().items()}
     direction = {name: torch.randn_like(value) for name, value in plain.items()}
@@ -334,7 +334,7 @@ def test_half_precision_gives_float32_logits_near_the_full_ones(model, rows):
 
 
 def test_head_and_features(model, rows):
-    logits, features = model.scores_and_features(batch(model, rows))
+    logits, features = model.logits_and_features(batch(model, rows))
     assert features.shape == (24, 4 * 6)
     torch.testing.assert_close(model.head(features), logits)
     assert model.head_names() == {"network.head.weight", "network.head.bias"}
@@ -353,7 +353,7 @@ def test_nothing_there_depends_on_values(model, rows, view):
     model.to("meta").train()
     assert all(value.device.type == "cpu" for value in inputs.values())
     inputs = inputs if view is None else model.augment(inputs, view, 0.4, draws())
-    noise = torch.zeros_like(model.perturbable(inputs)).requires_grad_()
+    noise = torch.zeros_like(model.input_embeddings(inputs)).requires_grad_()
     assert model.unit(noise, inputs).device.type == "meta"
     for given in (inputs, {**inputs, "noise": noise}):
         scores = model(given)
@@ -398,9 +398,9 @@ def test_deleting_replies_leaves_a_thread_of_the_others(model):
         mine = [number - first for number in kept if first <= number < first + len(tree.parents)]
         place = {old: new for new, old in enumerate(mine)}
         parents = [-1, *(place.get(tree.parents[old], 0) for old in mine[1:])]
-        remaining.append(Tree([tree.texts[old] for old in mine], parents))
+        remaining.append(Thread([tree.texts[old] for old in mine], parents))
         first += len(tree.parents)
-    wanted = model.collate(model.encode_trees(remaining), np.arange(40))
+    wanted = model.collate(model.encode_threads(remaining), np.arange(40))
     for name, value in wanted.items():
         if name == "values":  # an encoder's sums round otherwise in other batches, and are kept in float16
             assert_near(left[name], value, 2, dtype=torch.float16)
@@ -413,7 +413,7 @@ def test_deleting_replies_leaves_a_thread_of_the_others(model):
 def test_swapping_moves_replies_inside_their_thread(model):
     inputs = batch(model, make_threads(60, 7, largest=12))
     moved = model.augment(inputs, "swap", 0.5, draws())
-    before, after = model.perturbable(inputs), model.perturbable(moved)
+    before, after = model.input_embeddings(inputs), model.input_embeddings(moved)
     for name in ("parents", "trees", "roots"):
         assert torch.equal(moved[name], inputs[name])
     assert torch.equal(after[inputs["roots"]], before[inputs["roots"]])
@@ -499,11 +499,11 @@ def test_other_directories_are_still_texts(encoder, tmp_path):
 
 def test_a_corpus_is_encoded_once(model, rows, tmp_path, monkeypatch):
     corpus = load_corpus(make_threads(700, 8), labeled=True, cache=tmp_path)
-    monkeypatch.setattr(model, "_POSTS", 300)
+    monkeypatch.setattr(tree_model, "_POSTS", 300)
     seen = []
     threads = model.encode(corpus, progress=lambda done, total: seen.append((done, total)))
     assert len(threads) == 700 and len(seen) > 3 and seen[-1] == (700, 700) and not threads.padded
-    whole = model.encode_trees(corpus.trees())
+    whole = model.encode_threads(corpus.trees())
     numbers = np.random.default_rng(0).permutation(700)[:50]
     for name, value in model.collate(whole, numbers).items():
         # an encoder's sums round otherwise in other batches, and are kept in float16
@@ -520,7 +520,7 @@ def test_a_corpus_is_encoded_once(model, rows, tmp_path, monkeypatch):
 def test_an_empty_piece_of_a_corpus(tfidf):
     """Posts without any known word have no entries at all."""
     threads = tfidf.encode_texts(["unheard of", "", "***"])
-    assert isinstance(threads, Threads) and len(threads.arrays["words"]) == 0
+    assert isinstance(threads, EncodedThreads) and len(threads.arrays["words"]) == 0
     assert torch.isfinite(tfidf.train()(tfidf.collate(threads, np.arange(3)))).all()
 
 
@@ -538,7 +538,15 @@ def files(tmp_path_factory):
     }
 
 
-SMALL = {"model": "bigcn", "hidden": 8, "batch_size": 10, "source_epochs": 4, "epochs": 1, "evaluations": 2, "source_rate": 5e-3}
+SMALL = {
+    "model": "bigcn",
+    "hidden": 8,
+    "batch_size": 10,
+    "source_epochs": 4,
+    "epochs": 1,
+    "evaluations": 2,
+    "source_learning_rate": 5e-3,
+}
 
 
 def adapt(files, **changes):
@@ -560,7 +568,10 @@ def test_a_run_learns_and_can_be_loaded(finished, files):
     assert right > 0.7
     record = json.loads((output / "run.json").read_text())
     assert record["settings"]["features"] == "tfidf" and record["settings"]["hidden"] == 8 and record["model"] == "bigcn"
-    assert record["resolved"]["rate"] == loaded.model.default_rates()[1] and record["resolved"]["max_length"] is None
+    assert (
+        record["resolved"]["learning_rate"] == loaded.model.default_learning_rates()[1]
+        and record["resolved"]["max_length"] is None
+    )
     assert loaded.indexes["text"].tolist() == [row["nodes"][0]["text"] for row in make_threads(80, 3, 0.7)]
     assert not [path for path in output.rglob("*") if path.suffix in (".pt", ".bin", ".pkl")]
     assert "threads" in (output / "model" / "README.md").read_text()
@@ -573,7 +584,7 @@ def test_replies_matter_to_it_and_not_to_a_model_of_texts(finished, files, tiny)
     root = row["nodes"][0]["id"]
     many = {"nodes": [row["nodes"][0], *({"id": f"r{n}", "parent": root, "text": "good1 good2"} for n in range(9))]}
     only = {"nodes": row["nodes"][:1]}
-    found = finished[1].predict_proba([many, only, only["nodes"][0]["text"], Tree([only["nodes"][0]["text"]], [-1])])
+    found = finished[1].predict_proba([many, only, only["nodes"][0]["text"], Thread([only["nodes"][0]["text"]], [-1])])
     assert not np.allclose(found[0], found[1], atol=1e-3) and np.allclose(found[1], found[2]) and np.allclose(found[1], found[3])
     texts = mtem.adapt(**{**tiny, "source_epochs": 0.5, "steps": 0})
     found = texts.predict_proba([many, only, only["nodes"][0]["text"]])
@@ -687,12 +698,14 @@ def test_settings_of_models_methods_and_training_have_names_of_their_own():
 
 def test_defaults_of_the_model_give_way_to_presets_and_to_the_user(files):
     record = adapt(files, source_epochs=1, steps=1, preset="paper").record["settings"]
-    assert record["rate"] == 5e-3 and record["source_epochs"] == 1.0 and record["optimizer"] == "sgd"
-    assert adapt(files, steps=1, preset="paper", rate=1e-4).record["settings"]["rate"] == 1e-4
-    free = {name: value for name, value in SMALL.items() if name not in ("source_epochs", "source_rate")}
+    assert record["learning_rate"] == 5e-3 and record["source_epochs"] == 1.0 and record["optimizer"] == "sgd"
+    assert adapt(files, steps=1, preset="paper", learning_rate=1e-4).record["settings"]["learning_rate"] == 1e-4
+    free = {name: value for name, value in SMALL.items() if name not in ("source_epochs", "source_learning_rate")}
     record = mtem.adapt(str(files["paris"]), str(files["ferguson"]), **free, steps=0).record
     assert record["settings"]["source_epochs"] == TreeModel.defaults["source_epochs"]
-    assert (record["resolved"]["source_rate"], record["resolved"]["rate"]) == TreeModel.default_rates(TreeModel)
+    assert (record["resolved"]["source_learning_rate"], record["resolved"]["learning_rate"]) == TreeModel.default_learning_rates(
+        TreeModel
+    )
 
 
 @pytest.mark.parametrize("method", methods.METHODS)
@@ -756,9 +769,9 @@ def test_even_shares_are_assumed_unless_the_paper_is_asked_for(tmp_path):
     given = {"model": "bigcn", "steps": 1, "source_epochs": 0.1, "vocabulary": 30}
     rows = [(f"good{i} word{i}", "yes") if i % 2 else (f"bad{i} word{i}", "no") for i in range(40)]
     source, target = tuple(map(list, zip(*rows, strict=True))), [f"word{i} good{i} bad{i}" for i in range(20)]
-    assert mtem.adapt(source, target, **given).record["prior"]["shares"] == {"no": 0.5, "yes": 0.5}
-    assert mtem.adapt(source, target, preset="paper", **given).record["prior"] is None
-    assert mtem.adapt(source, target, prior="none", **given).record["prior"] is None
+    assert mtem.adapt(source, target, **given).record["target_class_prior"]["shares"] == {"no": 0.5, "yes": 0.5}
+    assert mtem.adapt(source, target, preset="paper", **given).record["target_class_prior"] is None
+    assert mtem.adapt(source, target, target_class_prior="none", **given).record["target_class_prior"] is None
 
 
 def test_an_encoder_given_threads_says_that_it_sees_the_first_posts(files, encoder):

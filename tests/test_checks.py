@@ -55,7 +55,7 @@ def test_estimates_are_told_with_and_without_assumed_shares():
     cells = grid({"out": 0.8, "out-as-is": 0.8, "mtem": 0.8}, published.EVENTS, dataset="pheme")
     for cell in cells:
         wrong = 0.3 if cell["variant"] == "out-as-is" else 0.0
-        cell["settings"]["prior"] = "none" if wrong else "uniform"
+        cell["settings"]["target_class_prior"] = "none" if wrong else "uniform"
         cell["estimate"] |= {key: cell["estimate"][key] - wrong for key in ("accuracy", "low", "high")}
     rows = [line.split(" | ") for line in checks.estimates(cells).splitlines() if "all, " in line]
     assert [(row[1], row[-1]) for row in rows] == [("all, class shares assumed", ".06 |"), ("all, uncorrected", ".06 |")]

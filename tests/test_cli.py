@@ -109,7 +109,7 @@ def test_lists(mtem):
     code, text, _ = mtem("methods")
     assert code == 0 and "mtem" in text and "source-only" in text and "IJCAI 2023" in text
     code, text, _ = mtem("settings")
-    assert code == 0 and all(name in text for name in ("index_initial", "batch_size", "coldest"))
+    assert code == 0 and all(name in text for name in ("index_initial", "batch_size", "temperature_end"))
     assert mtem("settings", "source-only")[0] == 0
     code, _, error = mtem("settings", "dan")
     assert code == 2 and "unknown method 'dan'" in error
@@ -125,9 +125,7 @@ def test_every_command_shows_an_example(mtem):
 
 
 def test_help_does_not_wait_for_torch():
-    code = (
-        "import sys; sys.argv = ['mtem', '--help']\nfrom mtem import cli\ntry:\n    main.main()\nexcept SystemExit:\n    pass\n"
-    )
+    code = "import sys; sys.argv = ['mtem', '--help']\nfrom mtem.cli import main\ntry:\n    main.main()\nexcept SystemExit:\n    pass\n"
     code += "heavy = {'torch', 'transformers', 'pandas', 'pyarrow', 'numpy'} & set(sys.modules); print('HEAVY', sorted(heavy))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "HEAVY []" in done.stdout and "Usage" in done.stdout
@@ -347,9 +345,9 @@ def test_the_target_is_the_source(mtem, reviews, encoder, tmp_path):
         (["--set", "=3"], "KEY=VALUE"),
         (["--set", "epoch=3"], "unknown setting 'epoch': did you mean 'epochs'?"),
         (["--set", "epochs=many"], "epochs=many: a number is wanted"),
-        (["--set", "rate=nan"], "rate=nan"),
-        (["--set", "rate=" + "9" * 400], "rate=inf"),
-        (["--set", "corruption=2"], "between 0.0 and 0.9"),
+        (["--set", "learning_rate=nan"], "learning_rate=nan"),
+        (["--set", "learning_rate=" + "9" * 400], "learning_rate=inf"),
+        (["--set", "mask_ratio=2"], "between 0.0 and 0.9"),
         (["--set", "preset=paper"], "'preset' is no setting"),
         (["--set", "output=elsewhere"], "'output' is no setting"),
         (["--set", "index_low=3", "--set", "index_high=2"], "index_high=2.0 must be above index_low=3.0"),
@@ -508,13 +506,13 @@ def test_a_full_disk_leaves_nothing(mtem, adapted, reviews, tmp_path, monkeypatc
 
 
 def test_advice_after_a_full_disk_fits_the_command(mtem, adapted, reviews, encoder, tmp_path, monkeypatch):
-    from mtem import atomic
+    from mtem import atomic, tensors
     from mtem_paper import runner
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(atomic, "save_file", full)
+    monkeypatch.setattr(tensors, "save_file", full)
     result = mtem(*adapt_arguments(reviews, encoder, tmp_path / "run"))
     assert refused(result, "the disk is full", code=1)[-1].endswith("make room and run again with --resume")
     monkeypatch.setattr(writers.Writer, "_finish", full)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mtem.errors import RequestError
-from mtem_paper import published, statistics, tables
+from mtem_paper import published, tables
+from mtem_paper import statistics as comparison
 from mtem_paper.search import bits
 from mtem_paper.statistics import (
     LEVEL,
@@ -55,7 +56,7 @@ def test_resampled_scores_are_those_of_the_picked_examples(dataset, positive, mo
     picks = np.array(examples)[np.random.default_rng(7).integers(len(examples), size=(50, len(examples)))]
     found = resampled(cells, positive, 50, seed=7)
     assert found == pytest.approx(np.array([[literal_score(cell, line, positive) for line in picks] for cell in cells]))
-    monkeypatch.setattr(statistics, "BLOCK", 7 * len(examples))
+    monkeypatch.setattr(comparison, "BLOCK", 7 * len(examples))
     assert (resampled(cells, positive, 50, seed=7) == found).all()
 
 
@@ -179,7 +180,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(monkeypatch, count
     Between 93 and 99.5 % are asked for, as texts count twice. Drawing texts alone takes the seeds that were run for all there
     are, and its intervals hold the truth too seldom.
     """
-    monkeypatch.setattr(statistics, "DRAWS", 1500)
+    monkeypatch.setattr(comparison, "DRAWS", 1500)
     random, runs, hits, fixed = np.random.default_rng(count), 250, 0, 0
     for _ in range(runs):
         cells, true = simulated(random, count)

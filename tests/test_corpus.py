@@ -6,7 +6,7 @@ import pytest
 
 from mtem.data.corpus import Corpus, check_source, check_target, label_name, sort_classes
 from mtem.data.loading import load_corpus
-from mtem.data.threads import Tree, dump
+from mtem.data.threads import Thread, dump
 from tests.corpora import refusal, reviews, table
 
 
@@ -90,11 +90,11 @@ def test_concatenate_labeled_with_unlabeled():
     refusal(lambda: load_corpus(both, labeled=True), "no labels")
 
 
-# Threads
+# EncodedThreads
 
 
 def threads(count, word="post"):
-    return [Tree([f"{word} {i}", *(f"{word} {i}, reply {j}" for j in range(i))], [-1, *[0] * i]) for i in range(count)]
+    return [Thread([f"{word} {i}", *(f"{word} {i}, reply {j}" for j in range(i))], [-1, *[0] * i]) for i in range(count)]
 
 
 def test_threads_are_selected_like_texts(own_cache, monkeypatch):
@@ -114,7 +114,7 @@ def test_threads_are_selected_like_texts(own_cache, monkeypatch):
 
 
 def test_a_long_tree_goes_to_disk_however_short_its_root(own_cache, monkeypatch):
-    long = Tree(["root", "reply " * 1000], [-1, 0])
+    long = Thread(["root", "reply " * 1000], [-1, 0])
     corpus = load_corpus([long, long], labeled=False)
     monkeypatch.setattr("mtem.data.corpus._IN_MEMORY", 5000)
     assert corpus.select([1]).trees() == [long] and len(list((own_cache / "corpora").iterdir())) == 1
@@ -122,7 +122,7 @@ def test_a_long_tree_goes_to_disk_however_short_its_root(own_cache, monkeypatch)
 
 def test_texts_among_threads_are_threads_without_replies(own_cache, monkeypatch):
     plain, threaded = load_corpus(["a", 'b "quoted"'], labeled=False), load_corpus(threads(3), labeled=False)
-    single = [Tree(["a"], [-1]), Tree(['b "quoted"'], [-1])]
+    single = [Thread(["a"], [-1]), Thread(['b "quoted"'], [-1])]
     assert not plain.threaded and plain.trees() == single and plain.trees([1]) == single[1:]
     for where in ("memory", "disk"):
         for parts, trees in (([plain, threaded], single + threads(3)), ([threaded, plain], threads(3) + single)):

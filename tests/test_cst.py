@@ -43,7 +43,7 @@ class Both(nn.Module):
         self.model = model.eval()
 
     def forward(self, inputs):
-        return self.model.scores_and_features(inputs)
+        return self.model.logits_and_features(inputs)
 
     def at(self, params, inputs):
         return torch.func.functional_call(self, {f"model.{name}": value for name, value in params.items()}, (inputs,))
@@ -260,18 +260,18 @@ def test_single_texts_and_single_classes(encoder, source_rows, target_rows, prec
 
 
 class Watch:
-    """The weights at the moment of the update, and after `between`."""
+    """The weights at the moment of the update, and after `before_step`."""
 
     def __init__(self, bench):
         self.bench, self.start = bench, bench.weights()
 
-    def __call__(self, loss, between=None):
-        self.between = between
+    def __call__(self, loss, before_step=None):
+        self.before_step = before_step
         self.moved = self.bench.weights()
         gradients = torch.autograd.grad(loss, list(self.bench.parameters().values()))
         self.gradients = dict(zip(self.bench.parameters(), gradients, strict=True))
-        if between is not None:
-            between()
+        if before_step is not None:
+            before_step()
         self.end = self.bench.weights()
 
 
@@ -300,7 +300,7 @@ def test_sam_moves_along_the_gradient_and_comes_back_exactly(encoder, frozen, rh
 
 def test_without_sam_there_is_one_pass_at_theta(encoder):
     plain = watched(encoder, rho=0.0)
-    assert plain.between is None and all(torch.equal(plain.moved[name], value) for name, value in plain.start.items())
+    assert plain.before_step is None and all(torch.equal(plain.moved[name], value) for name, value in plain.start.items())
 
 
 def test_both_passes_see_the_same_texts_with_other_dropout(encoder, monkeypatch):
@@ -390,6 +390,6 @@ def test_three_classes_with_labeled_target_texts(encoder, tmp_path):
 
 def test_the_real_optimizer_steps_from_theta(tiny):
     """With a learning rate of 0 nothing changes, wherever SAM has been in between."""
-    asked = {**tiny, "source_epochs": 1, "steps": 4, "rate": 0.0, "weight_decay": 0.0, "rho": 5.0}
+    asked = {**tiny, "source_epochs": 1, "steps": 4, "learning_rate": 0.0, "weight_decay": 0.0, "rho": 5.0}
     candidates = mtem.adapt(**asked, method="cst").record["selection"]["candidates"]
     assert len(candidates) == 4 and len({(entry["infomax"], entry["score"]) for entry in candidates}) == 1

@@ -62,8 +62,8 @@ def test_the_domain_gradient_is_reversed_in_the_encoder_and_not_in_the_discrimin
         return dict(zip(parameters, found, strict=True))
 
     ours.method.step(4, source, target, lambda loss: seen.update(gradients(loss)))
-    scores, features = ours.model.scores_and_features(source.inputs)
-    others = ours.model.scores_and_features(target.inputs)[1]
+    scores, features = ours.model.logits_and_features(source.inputs)
+    others = ours.model.logits_and_features(target.inputs)[1]
     guess = ours.method.discriminator
     plain = (F.softplus(-guess(features)).mean() + F.softplus(guess(others)).mean()) / 2
     of_class, of_domain = gradients(F.cross_entropy(scores, source.labels)), gradients(plain)
@@ -114,7 +114,7 @@ def test_a_labeled_batch_of_target_texts_alone(encoder):
 
 
 def test_the_discriminator_learns_faster_by_its_factor(encoder):
-    ours = bench(encoder, discriminator_rate=7.0)
+    ours = bench(encoder, discriminator_learning_rate_ratio=7.0)
     groups = make_optimizer(ours.method, TrainingSettings(), "adamw", 1e-3).param_groups
     rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     for name, parameter in ours.parameters().items():

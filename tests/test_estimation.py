@@ -135,7 +135,7 @@ def left_out(random, name="books", rows=2000, wrong=0.0, kind=DOMAIN):
 
 def error_of(one):
     """The literal reading: the same estimate for the texts that were left out, less how often their labels are right."""
-    return estimate_accuracy(one.held_scores, one.held_labels, one.scores).by_threshold - accuracy(one.scores, one.labels)
+    return estimate_accuracy(one.held_logits, one.held_labels, one.logits).by_threshold - accuracy(one.logits, one.labels)
 
 
 def test_errors_in_domains_that_were_left_out_widen_the_interval():
@@ -179,8 +179,8 @@ def test_intervals_hold_the_truth_where_domains_differ():
         source, labels = calibrated(random, 300)
         domains = [left_out(random, rows=300, wrong=abs(random.normal(scale=0.08))) for _ in range(3)]
         target = left_out(random, rows=300, wrong=abs(random.normal(scale=0.08)))
-        found = estimate_accuracy(source, labels, target.scores, left_out=domains, resamples=50)
-        inside += found.low <= accuracy(target.scores, target.labels) <= found.high
+        found = estimate_accuracy(source, labels, target.logits, left_out=domains, resamples=50)
+        inside += found.low <= accuracy(target.logits, target.labels) <= found.high
     assert 0.9 * runs <= inside <= 0.995 * runs, inside
 
 
@@ -189,7 +189,7 @@ def test_labeled_target_texts_are_the_estimate():
     source, labels = calibrated(random, 900)
     target, _ = calibrated(random, 400)
     folds = [left_out(random, str(number), rows=25, wrong=0.4, kind=FOLD) for number in range(4)]
-    right = np.concatenate([one.scores.argmax(axis=1) == one.labels for one in folds])
+    right = np.concatenate([one.logits.argmax(axis=1) == one.labels for one in folds])
     before = estimate_accuracy(source, labels, target, left_out=folds)
     assert before.method == "labeled target texts, cross-fitted" and before.left_out == 4 and before.domain_error is None
     assert before.accuracy == pytest.approx(right.mean())
@@ -216,11 +216,11 @@ def test_models_without_a_domain_are_corrected_as_the_shipped_one_is():
     random = np.random.default_rng(0)
     shares = np.array([0.4, 0.3, 0.1, 0.1, 0.1])
     one = left_out(random).with_shares(shares)
-    probs = np.exp(log_softmax(one.target_scores))
+    probs = np.exp(log_softmax(one.target_logits))
     np.testing.assert_allclose(probs.mean(axis=0), shares, atol=1e-5)
     plain = left_out(np.random.default_rng(0))
     np.testing.assert_allclose(
-        one.scores - plain.scores, np.broadcast_to(one.held_scores[0] - plain.held_scores[0], one.scores.shape)
+        one.logits - plain.logits, np.broadcast_to(one.held_logits[0] - plain.held_logits[0], one.logits.shape)
     )
     assert plain.with_shares(None) is plain
 

@@ -20,6 +20,7 @@ from mtem import settings as settings_module
 from mtem.cli import main
 from mtem.data.corpus import text_key
 from mtem.errors import RequestError
+from mtem.run import adapt as adapt_module
 from mtem.run.adapt import find_settings
 from mtem_paper import cells, page, protocol, runner, search, splits
 from tests.conftest import make_texts
@@ -27,7 +28,7 @@ from tests.corpora import refusal, table
 from tests.processes import LIMIT, interruptible, is_group, wait_for, wait_for_begun
 from tests.threads import make_threads
 
-TINY = {"max_length": 12, "batch_size": 20, "source_epochs": 0.5, "source_rate": 3e-3, "steps": 2, "evaluations": 2}
+TINY = {"max_length": 12, "batch_size": 20, "source_epochs": 0.5, "source_learning_rate": 3e-3, "steps": 2, "evaluations": 2}
 RUMOUR = {"good": "rumour", "bad": "non-rumour"}
 RAISES = """
 from mtem.methods.source_only import SourceOnly
@@ -98,7 +99,7 @@ def test_reviews_of_the_test_set_are_nowhere_else(amazon):
     assert not sides[0] & sides[1] and not sides[1] & sides[2] and not sides[0] & sides[2]
     assert len(division.few) == 100 and len(division.few) + len(division.test) == 248, "the repeated ones are all in the test set"
     known = dict(zip(target.examples, target.labels, strict=True))
-    assert [known[text] for text in division.few + division.test] == division.few_labels + division.truth
+    assert [known[text] for text in division.few + division.test] == division.target_labeled_labels + division.truth
     assert division.unlabeled_labels is None and set(target.sources) == {"books", "dvd", "electronics"}
 
 
@@ -174,9 +175,11 @@ def test_experiments_share_cells():
 def test_any_setting_changes_the_address():
     cell = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"])[0]
     assert cell.address == dataclasses.replace(cell).address
-    assert {"prior", "epochs"} <= cell.changed.keys(), "BiGCN has others than the defaults"
-    assert not {"device", "index_rate", "left_out_models"} & cell.changed.keys()
-    others = [dataclasses.replace(cell, changed={**cell.changed, name: "other"}) for name in (*cell.changed, "index_rate")]
+    assert {"target_class_prior", "epochs"} <= cell.changed.keys(), "BiGCN has others than the defaults"
+    assert not {"device", "index_learning_rate", "left_out_models"} & cell.changed.keys()
+    others = [
+        dataclasses.replace(cell, changed={**cell.changed, name: "other"}) for name in (*cell.changed, "index_learning_rate")
+    ]
     others += [
         dataclasses.replace(cell, seed=5),
         dataclasses.replace(cell, factors=(1.0,)),
@@ -186,7 +189,7 @@ def test_any_setting_changes_the_address():
         dataclasses.replace(cell, **{name: "other"}) for name in ("dataset", "model", "setting", "pool", "target", "method")
     ]
     assert len({each.address.stem.split("-")[-1] for each in [cell, *others]}) == len(others) + 1
-    for what in ({"index_rate": 0.25}, {"prior": "none"}, {"hidden": 32}):
+    for what in ({"index_learning_rate": 0.25}, {"target_class_prior": "none"}, {"hidden": 32}):
         given = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"], overrides=what)[0]
         assert given.address != cell.address
 
@@ -206,7 +209,7 @@ def test_a_new_setting_moves_no_cell(monkeypatch):
     before = [cell.address for cell in committed_plan()]
     there = [address for address in before if (COMMITTED / address).is_file()]
     assert len(there) >= 300 and len(set(before)) == len(before)
-    for module, name in ((adapt, "TrainingSettings"), (method.Mtem, "Settings")):
+    for module, name in ((adapt_module, "TrainingSettings"), (method.Mtem, "Settings")):
         kind = getattr(module, name)
         field = ("made_up", float, settings_module.setting(0.0, "made up"))
         monkeypatch.setattr(module, name, dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), frozen=True))
@@ -240,7 +243,7 @@ def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(
     from tests.made_up import make_cell
 
     def result(protocol, seed, variant="mtem", prior="uniform"):
-        made = make_cell(variant, "ferguson", seed, dataset="pheme", settings={"prior": prior}, protocol=protocol)
+        made = make_cell(variant, "ferguson", seed, dataset="pheme", settings={"target_class_prior": prior}, protocol=protocol)
         path = tmp_path / f"cells/pheme/bigcn/unsupervised/event/{variant}-{prior}-{seed}-{protocol}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(made))
@@ -267,11 +270,11 @@ def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(
 def test_a_rehearsal_never_has_the_address_of_a_result():
     plain = protocol.plan(["general"], "pheme", "bigcn", "bigcn", seeds=[0])
     default = {"epochs": "10"}  # even where it changes nothing
-    for overrides in ({"steps": "4"}, default, {"rate": "0.1"}):
+    for overrides in ({"steps": "4"}, default, {"learning_rate": "0.1"}):
         other = protocol.plan(["general"], "pheme", "bigcn", "bigcn", seeds=[0], overrides=overrides)
         assert not {cell.address for cell in plain} & {cell.address for cell in other}
     # a method's own setting touches that method alone
-    other = protocol.plan(["general"], "pheme", "bigcn", "bigcn", seeds=[0], overrides={"index_rate": "0.1"})
+    other = protocol.plan(["general"], "pheme", "bigcn", "bigcn", seeds=[0], overrides={"index_learning_rate": "0.1"})
     same = {cell.variant for cell in plain} - {
         cell.variant for cell, twin in zip(plain, other, strict=True) if cell.address != twin.address
     }
@@ -311,7 +314,7 @@ def test_damaged_files_and_rehearsals_are_no_results(tmp_path):
         "overrides": {},
         "protocol": 2,
         "oracle": False,
-        "settings": {"prior": "uniform"},
+        "settings": {"target_class_prior": "uniform"},
         "finished": "2026-01-01",
         "score": 1,
     }
@@ -357,7 +360,7 @@ def test_cells_say_all_that_tables_need(ran):
         chosen = result["search"][result["chosen"]]
         assert chosen["score"] == result["score"], "the observer saw what the finished model says"
         assert chosen["criterion_score"] == max(entry["criterion_score"] for entry in result["search"])
-        rates = [entry["settings"]["rate"] for entry in result["search"]]
+        rates = [entry["settings"]["learning_rate"] for entry in result["search"]]
         assert rates == [2e-5 * factor for factor in ((1,) if result["variant"] == "out" else (1, 2.5))]
         assert ("history" in result) == (result["variant"] == "mtem")
         assert result["classes"] == ["negative", "positive"] and result["selected_by"] == "infomax" and not result["oracle"]
@@ -419,7 +422,7 @@ def test_test_texts_and_their_labels_never_reach_adapt(pheme, tmp_path, monkeypa
     for result in results.values():
         assert result["score"] == result["metrics"]["f1"]["rumour"] and 0 < result["metrics"]["trivial_f1"] < 1
         assert result["search"][0]["score"] == result["score"] and result["oracle"] == (result["variant"] == "oracle")
-        assert result["settings"]["prior"] == ("none" if result["variant"] == "out-as-is" else "uniform")
+        assert result["settings"]["target_class_prior"] == ("none" if result["variant"] == "out-as-is" else "uniform")
 
 
 def test_without_labels_of_the_pool_the_oracle_learns_one_half_of_the_test_set_to_predict_the_other(

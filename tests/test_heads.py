@@ -35,7 +35,7 @@ def cosine_model(directory, temperature=0.1):
     model = TextModel.create(directory, CLASSES, max_length=24).eval()
     model.head = CosineHead(model.head, temperature)
     with torch.no_grad():
-        _, features = model.scores_and_features(batch(model))
+        _, features = model.logits_and_features(batch(model))
         middle = nn.functional.normalize(features.mean(dim=0), dim=0)
         plane = torch.linalg.svd(features - torch.outer(features @ middle, middle), full_matrices=False).Vh[:2]
         model.head.weight.copy_(torch.tensor([[1.0, 0.0], [-0.5, 0.87], [-0.5, -0.87]]) @ plane)
@@ -69,7 +69,7 @@ def test_it_takes_the_heads_place(model, frozen):
     model.freeze(frozen)
     assert bool(model._upper) == bool(frozen)
     inputs = batch(model)
-    logits, features = model.scores_and_features(inputs)
+    logits, features = model.logits_and_features(inputs)
     by_hand = features @ model.head.weight.T / features.norm(dim=1, keepdim=True) / 0.1
     assert_near(model(inputs), by_hand)
     assert_near(logits, by_hand)
@@ -114,7 +114,7 @@ def test_a_bias_survives_saving(directories, tmp_path):
 
 def test_half_precision_does_not_round_the_scores(model):
     model.precision = torch.bfloat16
-    logits, features = model.scores_and_features(batch(model))
+    logits, features = model.logits_and_features(batch(model))
     assert logits.dtype is torch.float32
     torch.testing.assert_close(logits, model.head(features))
 

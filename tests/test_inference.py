@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel
 
 from mtem import inference
 from mtem.data.loading import load_corpus
-from mtem.data.threads import tree_of_row
+from mtem.data.threads import thread_of_row
 from mtem.models import scoring
 from mtem.models.base import CosineHead
 from mtem.models.text import TextModel
@@ -48,7 +48,7 @@ def threads(count: int = 2):
 
 def score(*arguments, count: int = 2, **named) -> inference.Scores:
     with threads(count):
-        return inference.score(*arguments, **named)
+        return inference.compute_logits(*arguments, **named)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def plainly(model, tokens) -> tuple[np.ndarray, np.ndarray]:
     """One text at a time through the model as it is, in evaluation mode: nothing padded, nothing skipped."""
     training = model.training
     model.eval()
-    found = [model.scores_and_features(model.collate(tokens, np.array([row]))) for row in range(len(tokens))]
+    found = [model.logits_and_features(model.collate(tokens, np.array([row]))) for row in range(len(tokens))]
     model.train(training)
     return tuple(torch.cat(part).numpy() for part in zip(*found, strict=True))
 
@@ -88,17 +88,17 @@ def check(model, tokens) -> None:
     logits, features = plainly(model, tokens)
     assert logits.std(axis=0).min() > 1e-2, "the texts must differ"
     found = score(model, tokens, features=True)
-    assert_near(found.scores, logits)
+    assert_near(found.logits, logits)
     assert_near(found.features, features)
     alone = score(model, tokens)
     assert alone.features is None
-    np.testing.assert_array_equal(alone.scores, found.scores)
+    np.testing.assert_array_equal(alone.logits, found.logits)
     # a probability moves by what its score moves, and that has the scores' size
     largest = float(np.abs(logits).max())
-    assert_near(inference.probabilities(found.scores), inference.probabilities(logits), dtype=torch.float32, size=largest)
-    np.testing.assert_array_equal(found.scores.argmax(axis=1), logits.argmax(axis=1))
+    assert_near(inference.probabilities(found.logits), inference.probabilities(logits), dtype=torch.float32, size=largest)
+    np.testing.assert_array_equal(found.logits.argmax(axis=1), logits.argmax(axis=1))
     rows = np.array([len(tokens) - 1, 0, 7, 7, *range(20, 50)])
-    assert_near(score(model, tokens, rows).scores, logits[rows])
+    assert_near(score(model, tokens, rows).logits, logits[rows])
 
 
 def cut_maps(model) -> list[str]:
@@ -134,14 +134,14 @@ def test_so_they_are_for_threads(tmp_path):
     model = TreeModel.create(CLASSES, [corpus], BigcnSettings())
     with torch.no_grad():
         model.head.weight.mul_(20)
-    check(model, model.encode_trees([tree_of_row(row, "here") for row in rows]))
+    check(model, model.encode_threads([thread_of_row(row, "here") for row in rows]))
 
 
 def test_half_precision_stays_half_precision(bert):
     tokens = bert.encode_texts(TEXTS)
-    exact = score(bert, tokens).scores
+    exact = score(bert, tokens).logits
     bert.precision = torch.bfloat16
-    rough = score(bert, tokens).scores
+    rough = score(bert, tokens).logits
     assert 1e-4 < np.abs(rough - exact).max() < 0.1
     np.testing.assert_allclose(rough, plainly(bert, tokens)[0], atol=0.05)
 
@@ -150,7 +150,7 @@ def test_the_number_of_threads_changes_nothing(bert):
     tokens = bert.encode_texts(TEXTS)
     found = [score(bert, tokens, features=True, count=count) for count in (1, 2, 3)]
     for other in found[1:]:
-        np.testing.assert_array_equal(other.scores, found[0].scores)
+        np.testing.assert_array_equal(other.logits, found[0].logits)
         np.testing.assert_array_equal(other.features, found[0].features)
 
 
@@ -219,7 +219,7 @@ def test_the_model_and_the_number_of_threads_stay_as_they_were(bert, training):
     modules, weights = dict(bert.named_modules()), {name: value.clone() for name, value in bert.state_dict().items()}
     later = []
     with threads():
-        inference.score(bert, bert.encode_texts(TEXTS))
+        inference.compute_logits(bert, bert.encode_texts(TEXTS))
         thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
         thread.start()
         thread.join()
@@ -241,7 +241,7 @@ def test_scorers_share_the_weights_and_nothing_that_a_pass_changes(bert):
 def test_few_texts_need_no_copies(bert, monkeypatch):
     monkeypatch.setattr(inference, "scorers", lambda *_: pytest.fail("a copy of the model for three texts"))
     tokens = bert.encode_texts(TEXTS[:3])
-    assert_near(score(bert, tokens).scores, plainly(bert, tokens)[0])
+    assert_near(score(bert, tokens).logits, plainly(bert, tokens)[0])
 
 
 @pytest.mark.parametrize("budget", [48, 10_000])

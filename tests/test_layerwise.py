@@ -39,7 +39,7 @@ def recorder(model):
 def recorded(model, inputs, labels=LABELS):
     watch = recorder(model)
     recording = watch.record(lambda: model(inputs), len(labels))
-    recording.backward(F.cross_entropy(recording.scores, labels, reduction="none"))
+    recording.backward(F.cross_entropy(recording.logits, labels, reduction="none"))
     return watch, recording
 
 
@@ -71,16 +71,16 @@ def test_products_and_weighted_sums_are_autograds(model):
 def test_a_thrifty_recording_says_the_same(model, monkeypatch):
     monkeypatch.setattr(layer_hooks, "REMADE", 1)
     inputs, watch = batch(model), recorder(model)
-    thrifty, lavish = (watch.record(lambda: model(inputs), 5, thrifty=thrifty) for thrifty in (True, False))
-    for recording in (thrifty, lavish):
-        recording.backward(F.cross_entropy(recording.scores, LABELS, reduction="none"))
-    kept = [sum(call.entered is not None for call in recording._calls) for recording in (thrifty, lavish)]
+    save_memory, lavish = (watch.record(lambda: model(inputs), 5, save_memory=save_memory) for save_memory in (True, False))
+    for recording in (save_memory, lavish):
+        recording.backward(F.cross_entropy(recording.logits, LABELS, reduction="none"))
+    kept = [sum(call.entered is not None for call in recording._calls) for recording in (save_memory, lavish)]
     gated = model.network.config.model_type == "modernbert"  # there a product stands between activation and layer
     assert (kept[0] == kept[1]) if gated else (kept[0] < kept[1]), "some inputs are not kept"
     weights = torch.tensor([0.3, 2.0, -1.0, 0.0, 1.0])
     expected = lavish.gradient(weights)
-    assert_weights_near(thrifty.gradient(weights), expected)
-    assert_near(thrifty.product(expected), lavish.product(expected))
+    assert_weights_near(save_memory.gradient(weights), expected)
+    assert_near(save_memory.product(expected), lavish.product(expected))
 
 
 def test_hardly_anything_is_left_out(model):
@@ -119,7 +119,7 @@ def test_the_meta_gradient_is_second_orders(model, pieces):
     target, source = batch(model), batch(model, [4, 0, 2])
     truth, index = torch.tensor([1, 0, 2]), torch.tensor([1.05, 1.5, 2.0, 3.0, 5.0])
     watch, recording = recorded(model, target)
-    log_probs = torch.log_softmax(recording.scores, dim=1)
+    log_probs = torch.log_softmax(recording.logits, dim=1)
     parts = model.split(source, pieces)
     assert len(parts) == pieces
     found = layerwise.meta_gradient(
@@ -128,7 +128,7 @@ def test_the_meta_gradient_is_second_orders(model, pieces):
     )  # fmt: skip
     exact = metagrad.meta_gradient(
         lambda params, inputs: functional(model, params, inputs), watch.params, target, LABELS, index,
-        lambda params: cross_entropy(functional(model, params, source), truth), 0.05, "second-order", smooth=model.smooth,
+        lambda params: cross_entropy(functional(model, params, source), truth), 0.05, "second-order", differentiable_attention=model.differentiable_attention,
     )  # fmt: skip
     assert_near(found.source_loss, exact.source_loss)
     error = (found.gradient - exact.gradient).norm() / exact.gradient.norm()
@@ -147,7 +147,7 @@ def test_in_bfloat16_the_direction_stays(model):
 
     def gradient():
         _, recording = recorded(model, target)
-        log_probs = torch.log_softmax(recording.scores, dim=1)
+        log_probs = torch.log_softmax(recording.logits, dim=1)
         source_loss = lambda: [cross_entropy(model(source), truth)]  # noqa: E731
         return layerwise.meta_gradient(recording, log_probs, LABELS, index, source_loss, 0.01).gradient
 
@@ -181,7 +181,7 @@ def test_a_layer_that_is_called_twice_counts_twice():
     parameters = dict(network.named_parameters())
     watch = layerwise.Recorder(network, parameters, lambda: network(values[:2]))
     recording = watch.record(lambda: network(values), 3)
-    recording.backward(F.cross_entropy(recording.scores, labels, reduction="none"))
+    recording.backward(F.cross_entropy(recording.logits, labels, reduction="none"))
     weights = torch.tensor([1.0, -2.0, 0.5])
     loss = (weights * F.cross_entropy(network(values), labels, reduction="none")).sum()
     for (name, value), wanted in zip(
@@ -200,7 +200,7 @@ def test_uncertain_and_impossible_labels_stay_finite(model):
     inputs = batch(model)
     watch = recorder(model)
     recording = watch.record(lambda: 1e4 * model(inputs), 5)
-    log_probs = torch.log_softmax(recording.scores, dim=1)
+    log_probs = torch.log_softmax(recording.logits, dim=1)
     recording.backward(tsallis.surprisal(log_probs, LABELS))
     found = layerwise.meta_gradient(
         recording, log_probs.detach(), LABELS, torch.full((5,), 2.0), lambda: [cross_entropy(model(inputs), LABELS)], 1e-9

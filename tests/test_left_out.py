@@ -101,7 +101,7 @@ def test_a_run_leaves_each_domain_out_and_is_otherwise_the_same(task, tmp_path):
     again = mtem.load(tmp_path / "run").left_out()
     for one, other in zip(adapted.left_out(), again, strict=True):
         assert one.name == other.name
-        np.testing.assert_array_equal(one.scores, other.scores)
+        np.testing.assert_array_equal(one.logits, other.logits)
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -154,7 +154,7 @@ def test_a_run_stopped_between_two_of_them_goes_on_there(task, tmp_path, monkeyp
     adapted = mtem.adapt(**task, output=tmp_path / "run", resume=True)
     assert made == ["books", "dvd"], "what was there is not trained again"
     for one, other in zip(whole.left_out(), adapted.left_out(), strict=True):
-        np.testing.assert_array_equal(one.scores, other.scores)
+        np.testing.assert_array_equal(one.logits, other.logits)
     assert adapted.record["estimate"] == whole.record["estimate"]
 
 
@@ -177,7 +177,7 @@ def test_every_method_sees_the_same_labeled_target_texts(task, monkeypatch):
         for step in range(7):
             batch = self.source_stream.rows(step)
             own = set(batch[np.isin(batch, self.extra)].tolist())
-            seen.append((len(own), len(batch), own == set(self.few_stream.rows(step).tolist())))
+            seen.append((len(own), len(batch), own == set(self.target_labeled_stream.rows(step).tolist())))
 
     monkeypatch.setattr(Run, "prepare", prepared)
     mtem.adapt(**task, target_labeled=few_texts(30), method="source-only", left_out_models=0)

@@ -14,7 +14,7 @@ import pytest
 from mtem.data.corpus import check_source, check_target
 from mtem.data.loading import example_column, find_column, load_corpus
 from mtem.data.splits import hold_out
-from mtem.data.threads import Tree
+from mtem.data.threads import Thread
 from mtem.datasets.sample import sample_path
 from mtem.errors import RunError
 from tests.corpora import refusal, reviews, table
@@ -173,7 +173,7 @@ def test_repeated_texts_are_kept_and_counted(tmp_path):
     )
 
 
-# Threads
+# EncodedThreads
 
 
 def thread(number, replies=2, label=True, **more):
@@ -184,7 +184,7 @@ def thread(number, replies=2, label=True, **more):
 
 
 def tree(number, replies=2):
-    return Tree([f"root {number}", *(f"reply {i} to {number}" for i in range(replies))], list(range(-1, replies)))
+    return Thread([f"root {number}", *(f"reply {i} to {number}" for i in range(replies))], list(range(-1, replies)))
 
 
 @pytest.mark.parametrize("extension", [".jsonl", ".jsonl.gz", ".parquet", ".csv"])
@@ -287,8 +287,8 @@ def test_repaired_threads_are_told_per_file(tmp_path):
         corpus = load_corpus(path, labeled=True)
         assert corpus.rows.tolist() == [1, 2, 3, 5, 6]
         assert corpus.trees([1, 2]) == [
-            Tree(tree(1).texts, [-1, 0, 1]),
-            Tree(["root 2", "", "reply 1 to 2"], [-1, 0, 0]),
+            Thread(tree(1).texts, [-1, 0, 1]),
+            Thread(["root 2", "", "reply 1 to 2"], [-1, 0, 0]),
         ]
         assert corpus.notices == (
             "a.jsonl: 1 empty thread dropped (first: row 4)",
@@ -310,7 +310,7 @@ def test_roots_without_text_are_not_repeats_of_each_other():
 def test_fingerprint_of_threads_covers_the_trees():
     one, other = thread(0), thread(0)
     other["nodes"][2]["parent"] = "00"
-    prints = {load_corpus(data, labeled=False).fingerprint for data in ([one], [other], ["root 0"], [Tree(["root 0"], [-1])])}
+    prints = {load_corpus(data, labeled=False).fingerprint for data in ([one], [other], ["root 0"], [Thread(["root 0"], [-1])])}
     assert len(prints) == 4
     source = load_corpus([one], labeled=True)
     refusal(lambda: check_target(load_corpus([one], labeled=False, name="again"), source), "again", "threads", "the same")

@@ -345,7 +345,7 @@ def test_attention_without_a_second_derivative_is_bypassed_for_one_pass_only(eng
     problem.logits = watched
 
     @contextmanager
-    def smooth() -> Iterator[None]:
+    def differentiable_attention() -> Iterator[None]:
         problem.model.set_attn_implementation("eager")
         yield
         problem.model.set_attn_implementation("fused")
@@ -353,7 +353,7 @@ def test_attention_without_a_second_derivative_is_bypassed_for_one_pass_only(eng
     with pytest.raises(RuntimeError, match=r"no second derivative|functorch|forward mode|jvp"):
         problem.gradient(engine)  # the default one knows PyTorch's own attention only
     implementations.clear()
-    got = problem.gradient(engine, smooth=smooth)
+    got = problem.gradient(engine, differentiable_attention=differentiable_attention)
     passes = {"forward": ["fused", "fused", "eager"], "second-order": ["eager", "fused"]}
     assert implementations == passes[engine]
     problem.model.set_attn_implementation("eager")
@@ -361,7 +361,7 @@ def test_attention_without_a_second_derivative_is_bypassed_for_one_pass_only(eng
 
 
 def test_taylor_needs_no_smooth_attention(fused_problem: Problem) -> None:
-    got = fused_problem.gradient("taylor", smooth=lambda: pytest.fail("entered"))
+    got = fused_problem.gradient("taylor", differentiable_attention=lambda: pytest.fail("entered"))
     fused_problem.model.set_attn_implementation("eager")
     assert error(got, fused_problem.gradient("second-order")) < 5e-2
 
@@ -382,7 +382,7 @@ def test_the_default_is_needed_for_pytorchs_own_attention(engine: str) -> None:
     arguments = (logits, params, query, labels, index, lambda p: logits(p, query).square().mean(), 0.1, engine)
     assert metagrad.index_gradient(*arguments).abs().min() > 0
     with pytest.raises((RuntimeError, NotImplementedError)):
-        metagrad.index_gradient(*arguments, smooth=nullcontext)
+        metagrad.index_gradient(*arguments, differentiable_attention=nullcontext)
 
 
 @pytest.mark.parametrize("engine", ["forward", "second-order"])

@@ -91,7 +91,7 @@ def test_every_method_adapts_with_three_classes_and_keeps_their_names(name, enco
     given = {key: ([t for t, _ in value], [c for _, c in value]) for key, value in given.items()}
     adapted = mtem.adapt(
         ([t for t, _ in rows], [c for _, c in rows]), target, model=encoder, method=name, output=tmp_path / "run",
-        max_length=16, batch_size=12, source_epochs=1, source_rate=1e-3, rate=5e-4, steps=3, evaluations=1, **given,
+        max_length=16, batch_size=12, source_epochs=1, source_learning_rate=1e-3, learning_rate=5e-4, steps=3, evaluations=1, **given,
     )  # fmt: skip
     loaded = mtem.load(tmp_path / "run")
     assert loaded.classes == adapted.classes == ("awful", "fine", "so-so")

@@ -18,7 +18,7 @@ from tests.conftest import make_texts
 SEEDS = (0, 1, 2)
 GAIN = 0.02
 SHARED = {
-    **{"max_length": 16, "batch_size": 20, "source_epochs": 6, "source_rate": 2e-3, "epochs": 5, "rate": 1e-3},
+    **{"max_length": 16, "batch_size": 20, "source_epochs": 6, "source_learning_rate": 2e-3, "epochs": 5, "learning_rate": 1e-3},
     **{"frozen_layers": 0, "evaluations": 5, "left_out_models": 0},
 }
 

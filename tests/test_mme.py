@@ -28,7 +28,7 @@ TEXTS = [text for text, _ in make_texts(30, 9, 0.7)]
 
 
 def bench(encoder, **changes):
-    return Bench(Mme, encoder, **{"dropout": False, "rate": 0.01, **changes})
+    return Bench(Mme, encoder, **{"dropout": False, "learning_rate": 0.01, **changes})
 
 
 def singles(inputs):
@@ -43,7 +43,9 @@ def entropy(model, inputs):
 
 @pytest.mark.parametrize(("few", "frozen"), [(False, 0), (True, 0), (True, 1)])
 def test_trajectory_is_the_literal_one(encoder, few, frozen):
-    ours = bench(encoder, few=few, frozen=frozen, rate=0.05, temperature=0.2, entropy_weight=0.7, head_rate=4.0)
+    ours = bench(
+        encoder, few=few, frozen=frozen, learning_rate=0.05, temperature=0.2, entropy_weight=0.7, head_learning_rate_ratio=4.0
+    )
     twin = copy.deepcopy(ours.model).train()
     start = ours.weights()
     for number in range(5):
@@ -89,7 +91,7 @@ def test_labeled_target_texts_are_seen_as_often_as_by_other_methods(encoder):
     """Those of the labeled batch and no more: a stream of its own would give this method more labels than the others."""
     ours = bench(encoder, few=True)
     source, target = ours.source_batch([0, 3, 7, SOURCE, SOURCE + 2]), ours.batches()[1]
-    ours.context.few = lambda number: pytest.fail("asked for labeled target texts beside the batch's")
+    ours.context.target_labeled = lambda number: pytest.fail("asked for labeled target texts beside the batch's")
     with torch.no_grad():
         log_probs = torch.log_softmax(ours.model(source.inputs), dim=1)
     ours.context.class_weights = torch.tensor([1.0, 3.0])
@@ -114,7 +116,7 @@ def test_the_head_is_replaced_before_any_training(encoder):
 
 
 def test_the_head_learns_faster_by_its_factor(encoder):
-    ours = bench(encoder, head_rate=7.0, frozen=1)
+    ours = bench(encoder, head_learning_rate_ratio=7.0, frozen=1)
     groups = make_optimizer(ours.method, TrainingSettings(), "adamw", 1e-3).param_groups
     rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     for name, parameter in ours.parameters().items():

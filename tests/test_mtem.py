@@ -21,8 +21,8 @@ LITERAL = {name: value for name, value in PAPER.items() if name in OWN}
 class Setting(Bench):
     """The bench with Algorithm 1 as it is printed."""
 
-    def __init__(self, encoder, rate=0.05, steps=12, seed=0, **changes):
-        super().__init__(Mtem, encoder, rate, steps, seed, **{**LITERAL, **changes})
+    def __init__(self, encoder, learning_rate=0.05, steps=12, seed=0, **changes):
+        super().__init__(Mtem, encoder, learning_rate, steps, seed, **{**LITERAL, **changes})
 
 
 EXACT = [("layerwise", 1e-4), ("forward", 1e-4), ("second-order", 1e-4)]
@@ -31,12 +31,12 @@ EXACT = [("layerwise", 1e-4), ("forward", 1e-4), ("second-order", 1e-4)]
 @pytest.mark.parametrize(("engine", "tolerance"), [*EXACT, ("taylor", 2e-2)])
 def test_trajectory_is_algorithm_1(encoder, engine, tolerance):
     # beta is large enough for the raw gradient to move the indexes visibly, and some of them to the bounds
-    ours = Setting(encoder, engine=engine, index_rate=2000.0, index_low=1.01, index_high=5.0)
+    ours = Setting(encoder, engine=engine, index_learning_rate=2000.0, index_low=1.01, index_high=5.0)
     theta, psi = ours.weights(), torch.full((30,), 2.0)
     ours.model.eval()
     for number in range(ours.steps):
         source, target = ours.batches()
-        kappa = annealing.temperature(number, ours.steps - 1, LITERAL["hottest"], LITERAL["coldest"], 5.0)
+        kappa = annealing.temperature(number, ours.steps - 1, LITERAL["temperature_start"], LITERAL["temperature_end"], 5.0)
         state = ours.context.generator.get_state()
         with torch.no_grad():
             scores = functional(ours.model, theta, target.inputs)
@@ -57,7 +57,7 @@ def test_trajectory_is_algorithm_1(encoder, engine, tolerance):
 
 
 def test_raw_step_with_the_papers_beta_never_moves_an_index(encoder):
-    ours = Setting(encoder, rate=5e-5)
+    ours = Setting(encoder, learning_rate=5e-5)
     for number in range(ours.steps):
         ours.method.step(number, *ours.batches(), ours.update)
     assert (ours.method.index - 2).abs().max() < 1e-4
@@ -73,7 +73,7 @@ def test_without_meta_learning_every_index_stays(encoder):
 
 def test_ablations_of_annealing_and_sampling(encoder):
     assert Setting(encoder, annealing=False).method.temperature(0) == 1.0
-    annealed = Setting(encoder, hottest=3.0, coldest=0.5).method
+    annealed = Setting(encoder, temperature_start=3.0, temperature_end=0.5).method
     assert annealed.temperature(0) == pytest.approx(3.0) and annealed.temperature(11) == pytest.approx(0.5)
     greedy = Setting(encoder, sampling=False)
     _, target = greedy.batches()
@@ -84,7 +84,7 @@ def test_ablations_of_annealing_and_sampling(encoder):
 
 @pytest.mark.parametrize("kind", ["sign", "soft", "rms", "norm", "raw"])
 def test_index_step_normalisations(encoder, kind):
-    method = Setting(encoder, index_step=kind, index_rate=0.5, index_low=1.05, index_high=5.0).method
+    method = Setting(encoder, index_step=kind, index_learning_rate=0.5, index_low=1.05, index_high=5.0).method
     gradient = torch.tensor([3e-7, -4e-7, 0.0, 1e-8])
     moved = method.moved(torch.tensor([2.0, 2.0, 2.0, 1.06]), gradient, 0)
     step = {
@@ -100,7 +100,7 @@ def test_index_step_normalisations(encoder, kind):
 
 def test_index_falls_where_the_pseudo_label_helps_the_source(encoder):
     """Texts labeled as the source labels its own should get smaller indexes than texts labeled against it."""
-    ours = Setting(encoder, rate=0.05)
+    ours = Setting(encoder, learning_rate=0.05)
     for _ in range(60):  # a source model first
         source, _ = ours.batches()
         ours.update(cross_entropy(ours.model(source.inputs), source.labels))
@@ -112,7 +112,7 @@ def test_index_falls_where_the_pseudo_label_helps_the_source(encoder):
 
 
 def test_teacher_is_the_running_average_and_is_what_is_kept(encoder):
-    ours = Setting(encoder, teacher=0.9)
+    ours = Setting(encoder, ema_decay=0.9)
     expected = ours.weights()
     for number in range(3):
         ours.method.step(number, *ours.batches(), ours.update)
@@ -133,7 +133,10 @@ def test_source_weight_adds_the_source_loss(encoder):
 
 
 def test_state_round_trip(encoder):
-    ours, other = Setting(encoder, teacher=0.9, index_step="sign", index_rate=0.5), Setting(encoder, seed=1, teacher=0.9)
+    ours, other = (
+        Setting(encoder, ema_decay=0.9, index_step="sign", index_learning_rate=0.5),
+        Setting(encoder, seed=1, ema_decay=0.9),
+    )
     ours.method.step(0, *ours.batches(), ours.update)
     other.method.load_state({name: value.clone() for name, value in ours.method.state().items()})
     assert torch.equal(other.method.index, ours.method.index) and ours.method.index.std() > 0
@@ -150,13 +153,13 @@ def test_meta_loss_does_not_change_what_is_drawn_next(encoder):
 
 
 def test_assumption_2_rate_falls(encoder):
-    method = Setting(encoder, index_schedule="assumption-2", index_rate=0.5, index_step="sign").method
+    method = Setting(encoder, index_schedule="assumption-2", index_learning_rate=0.5, index_step="sign").method
     start, gradient = torch.tensor([2.0]), torch.tensor([1.0])
     assert float(start - method.moved(start, gradient, 0)) == pytest.approx(0.5)
     assert float(start - method.moved(start, gradient, 7)) == pytest.approx(0.5 / 8 ** (2 / 3), rel=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"index_low": 3.0, "index_high": 2.0}, {"hottest": 0.1, "coldest": 0.5}])
+@pytest.mark.parametrize("changes", [{"index_low": 3.0, "index_high": 2.0}, {"temperature_start": 0.1, "temperature_end": 0.5}])
 def test_impossible_ranges_are_refused(encoder, changes):
     with pytest.raises(RequestError, match=r"must"):
         Setting(encoder, **changes)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from mtem.cli.main import app
 from mtem.data.loading import load_corpus
 from mtem.data.readers import read_rows
-from mtem.data.threads import Tree
+from mtem.data.threads import Thread
 from mtem.datasets.pheme import prepare
 from mtem.errors import RequestError
 
@@ -148,7 +148,7 @@ def test_original_form(tmp_path, form):
     assert lines[2].startswith(f"{tmp_path}/out/ottawashooting.jsonl.gz: 1 threads") and len(lines) == 3
     corpus = load_corpus(sorted((tmp_path / "out").iterdir()), labeled=True, cache=tmp_path / "cache")
     assert corpus.classes == ("non-rumour", "rumour") and corpus.domains == ["ferguson", "ottawashooting"]
-    assert corpus.trees([2]) == [Tree(["its own parent is not here", "tweet 501"], [-1, 0])]
+    assert corpus.trees([2]) == [Thread(["its own parent is not here", "tweet 501"], [-1, 0])]
     assert corpus.notices[0].startswith("ferguson.jsonl.gz: 2 replies have an unknown parent")
 
 

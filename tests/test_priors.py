@@ -92,12 +92,14 @@ def test_shares_of_the_labeled_target_texts():
 def test_a_run_with_the_shares_of_its_labeled_target_texts(task):
     few = lopsided(40, 31, 0.75)
     labeled = ([text for text, _ in few], [label for _, label in few])
-    record = mtem.adapt(**task, target_labeled=labeled, prior="labeled", method="source-only").record
+    record = mtem.adapt(**task, target_labeled=labeled, target_class_prior="labeled", method="source-only").record
     goods = sum(label == "good" for label in labeled[1])
-    assert record["prior"]["shares"]["good"] == pytest.approx((goods + 0.5) / 41, abs=1e-3)
+    assert record["target_class_prior"]["shares"]["good"] == pytest.approx((goods + 0.5) / 41, abs=1e-3)
     assert record["class_shares"]["target_after"]["good"] > 0.55
-    with pytest.raises(mtem.RequestError, match=r"prior=labeled: there are no labeled target texts; give --target-labeled"):
-        mtem.adapt(**task, prior="labeled")
+    with pytest.raises(
+        mtem.RequestError, match=r"target_class_prior=labeled: there are no labeled target texts; give --target-labeled"
+    ):
+        mtem.adapt(**task, target_class_prior="labeled")
 
 
 def test_alignment_gives_pseudo_labels_the_assumed_shares():
@@ -148,19 +150,26 @@ def task(encoder):
         "source": tuple(map(list, zip(*source, strict=True))),
         "target": [text for text, _ in lopsided(100, 42, 0.6)],
         "model": encoder,
-        **{"max_length": 16, "batch_size": 20, "source_epochs": 4, "source_rate": 2e-3, "rate": 5e-4, "epochs": 1},
+        **{
+            "max_length": 16,
+            "batch_size": 20,
+            "source_epochs": 4,
+            "source_learning_rate": 2e-3,
+            "learning_rate": 5e-4,
+            "epochs": 1,
+        },
         **{"evaluations": 2, "frozen_layers": 0},
     }
 
 
 @pytest.mark.parametrize("method", ["mtem", "source-only", "dann", "mme"])
 def test_a_run_ends_with_the_assumed_shares(task, method, tmp_path):
-    adapted = mtem.adapt(**task, method=method, prior="uniform", output=tmp_path / "run")
+    adapted = mtem.adapt(**task, method=method, target_class_prior="uniform", output=tmp_path / "run")
     for model in (adapted, mtem.load(tmp_path / "run")):
         np.testing.assert_allclose(model.predict_proba(task["target"]).mean(axis=0), (0.5, 0.5), atol=0.01)
-    assert adapted.record["prior"]["kind"] == "uniform" and adapted.record["prior"]["bias"]["good"] != 0
+    assert adapted.record["target_class_prior"]["kind"] == "uniform" and adapted.record["target_class_prior"]["bias"]["good"] != 0
     plain = mtem.adapt(**task, method=method, output=tmp_path / "plain")
-    assert plain.record["prior"] is None
+    assert plain.record["target_class_prior"] is None
     before, after = plain.source_model(), adapted.source_model()
     texts = task["target"][:20]
     found, wanted = (inference.predict_texts(model, texts) for model in (after, before))
@@ -170,16 +179,16 @@ def test_a_run_ends_with_the_assumed_shares(task, method, tmp_path):
 def test_the_papers_preset_assumes_nothing():
     for name in methods.METHODS:
         for preset in methods.get(name).presets.values():
-            assert preset.get("prior", "none") == "none" and preset.get("class_weights", "none") == "none"
+            assert preset.get("target_class_prior", "none") == "none" and preset.get("class_weights", "none") == "none"
 
 
 def test_a_stopped_run_with_shares_resumes_to_the_same_weights(task, tmp_path, monkeypatch):
-    given = {**task, "prior": "estimated", "class_weights": "balanced", "checkpoint_seconds": 0.0}
+    given = {**task, "target_class_prior": "estimated", "class_weights": "balanced", "checkpoint_seconds": 0.0}
     whole = mtem.adapt(**given, output=tmp_path / "whole")
     with stopped_after(3):
         mtem.adapt(**given, output=tmp_path / "cut")
     resumed = mtem.adapt(**given, output=tmp_path / "cut", resume=True)
-    assert resumed.record["prior"] == whole.record["prior"]
+    assert resumed.record["target_class_prior"] == whole.record["target_class_prior"]
     np.testing.assert_array_equal(resumed.predict_proba(task["target"]), whole.predict_proba(task["target"]))
 
 

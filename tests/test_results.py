@@ -174,7 +174,7 @@ def made_up_cases():
     table = pd.DataFrame({"text": [f"{text} {k}" for k, text in enumerate(source[:10] + target[:10])], "prediction": "positive"})
     table["index"], table["confidence"] = np.linspace(1.2, 3.5, 20), np.linspace(0.6, 0.9, 20)
     about = {"target": "kitchen", "model": "minilm", "seed": 0, "chosen_step": 6}
-    about["settings"] = {"epochs": 2.0, "steps": None, "batch_size": 5, "index_step": "sign", "index_rate": 0.5}
+    about["settings"] = {"epochs": 2.0, "steps": None, "batch_size": 5, "index_step": "sign", "index_learning_rate": 0.5}
     return {"cases": cases.cases(table, source, target, count=2), "summary": cases.summary(table, source, target), **about}
 
 

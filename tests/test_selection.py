@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mtem.errors import RequestError
 from mtem.selection import calibration, criteria
 from mtem.selection.calibration import calibrate
-from mtem.selection.criteria import CRITERIA, DEFAULT_CRITERION, Evidence, choose, score, scores
+from mtem.selection.criteria import CRITERIA, DEFAULT_CRITERION, CandidateOutputs, choose, score, scores
 from tests.conftest import examples
 from tests.reference import selection as reference
 
@@ -22,10 +22,10 @@ def synthetic(seed=0, source=120, target=150, classes=3, spread=1.0, scale=2.0, 
     source_labels, target_labels = random.integers(0, classes, source), random.integers(0, classes, target)
     source_features = 2 * np.eye(classes)[source_labels] + spread * random.normal(size=(source, classes))
     target_features = 2 * np.eye(classes)[target_labels] + spread * random.normal(size=(target, classes)) + shift
-    evidence = Evidence(
-        source_scores=scale * source_features,
+    evidence = CandidateOutputs(
+        source_logits=scale * source_features,
         source_labels=source_labels,
-        target_scores=scale * target_features,
+        target_logits=scale * target_features,
         source_features=source_features,
         target_features=target_features,
     )
@@ -39,8 +39,8 @@ def synthetic(seed=0, source=120, target=150, classes=3, spread=1.0, scale=2.0, 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
 def test_calibrate_matches_a_grid_search(classes, scale):
     evidence, _ = synthetic(source=40, classes=classes, scale=scale)
-    ours = calibrate(evidence.source_scores, evidence.source_labels)
-    theirs = reference.calibrate(evidence.source_scores.tolist(), evidence.source_labels.tolist())
+    ours = calibrate(evidence.source_logits, evidence.source_labels)
+    theirs = reference.calibrate(evidence.source_logits.tolist(), evidence.source_labels.tolist())
     assert ours == pytest.approx(theirs, rel=5e-3)
 
 
@@ -69,8 +69,8 @@ def test_calibrate_at_the_edges():
 @examples(30)
 def test_temperature_scales_with_the_scores(seed, factor):
     evidence, _ = synthetic(seed, source=60)
-    plain = calibrate(evidence.source_scores, evidence.source_labels)
-    scaled = calibrate(factor * evidence.source_scores, evidence.source_labels)
+    plain = calibrate(evidence.source_logits, evidence.source_labels)
+    scaled = calibrate(factor * evidence.source_logits, evidence.source_labels)
     assert scaled == pytest.approx(factor * plain, rel=1e-6)
 
 
@@ -80,8 +80,8 @@ def test_temperature_scales_with_the_scores(seed, factor):
 @pytest.mark.parametrize("classes", [2, 5])
 def test_infomax_matches_the_literal_reading(classes):
     evidence, _ = synthetic(source=40, target=30, classes=classes, scale=4.0)
-    temperature = calibrate(evidence.source_scores, evidence.source_labels)
-    rows = evidence.target_scores.tolist()
+    temperature = calibrate(evidence.source_logits, evidence.source_labels)
+    rows = evidence.target_logits.tolist()
     assert score("infomax-raw", evidence) == pytest.approx(reference.infomax(rows), abs=1e-12)
     assert score("infomax", evidence) == pytest.approx(reference.infomax(rows, temperature), abs=1e-12)
     assert temperature != pytest.approx(1, abs=0.05)
@@ -89,11 +89,11 @@ def test_infomax_matches_the_literal_reading(classes):
 
 def test_infomax_analytic():
     evidence, _ = synthetic(classes=4, target=4)
-    certain = replace(evidence, target_scores=1e6 * np.eye(4))
+    certain = replace(evidence, target_logits=1e6 * np.eye(4))
     assert score("infomax-raw", certain) == pytest.approx(math.log(4))
     assert score("infomax", certain) == pytest.approx(math.log(4))
-    assert score("infomax", replace(evidence, target_scores=np.zeros((4, 4)))) == 0.0
-    assert score("infomax", replace(evidence, target_scores=1e6 * np.eye(4)[[2, 2, 2, 2]])) == 0.0
+    assert score("infomax", replace(evidence, target_logits=np.zeros((4, 4)))) == 0.0
+    assert score("infomax", replace(evidence, target_logits=1e6 * np.eye(4)[[2, 2, 2, 2]])) == 0.0
 
 
 @given(seed=seeds, classes=st.integers(2, 6), rows=st.integers(1, 40), scale=st.floats(0.01, 100))
@@ -108,35 +108,35 @@ def test_infomax_is_between_zero_and_log_k(seed, classes, rows, scale):
 @examples(30)
 def test_calibrated_infomax_does_not_see_a_common_scale(seed, factor):
     evidence, _ = synthetic(seed)
-    sharper = replace(evidence, source_scores=factor * evidence.source_scores, target_scores=factor * evidence.target_scores)
+    sharper = replace(evidence, source_logits=factor * evidence.source_logits, target_logits=factor * evidence.target_logits)
     assert score("infomax", sharper) == pytest.approx(score("infomax", evidence), abs=1e-6)
 
 
 def test_collapse_loses_to_the_source_model():
     evidence, _ = synthetic(classes=2)
     push = np.array([100.0, 0.0])
-    collapsed = replace(evidence, target_scores=5 * evidence.target_scores + push)
-    assert (collapsed.target_scores.argmax(axis=1) == 0).all()
+    collapsed = replace(evidence, target_logits=5 * evidence.target_logits + push)
+    assert (collapsed.target_logits.argmax(axis=1) == 0).all()
     for name in ("infomax", "infomax-raw"):
         assert choose([score(name, evidence), score(name, collapsed)]) == 0
     # surer of every single text, which is what plain entropy would reward
     assert (
-        criteria.entropy(criteria.log_softmax(collapsed.target_scores)).mean()
-        < criteria.entropy(criteria.log_softmax(evidence.target_scores)).mean()
+        criteria.entropy(criteria.log_softmax(collapsed.target_logits)).mean()
+        < criteria.entropy(criteria.log_softmax(evidence.target_logits)).mean()
     )
 
 
 def test_sharpening_alone_gains_nothing_by_the_default():
     evidence, _ = synthetic(scale=1.0)
-    sharper = replace(evidence, source_scores=3 * evidence.source_scores, target_scores=3 * evidence.target_scores)
+    sharper = replace(evidence, source_logits=3 * evidence.source_logits, target_logits=3 * evidence.target_logits)
     assert choose([score("infomax-raw", evidence), score("infomax-raw", sharper)]) == 1
     assert choose([score(DEFAULT_CRITERION, evidence), score(DEFAULT_CRITERION, sharper)], tolerance=1e-6) == 0
 
 
 def test_forgetting_the_source_task_is_punished_by_the_default():
     evidence, _ = synthetic()
-    mixed = np.random.default_rng(0).permutation(len(evidence.source_scores))
-    forgetful = replace(evidence, source_scores=evidence.source_scores[mixed], target_scores=1.5 * evidence.target_scores)
+    mixed = np.random.default_rng(0).permutation(len(evidence.source_logits))
+    forgetful = replace(evidence, source_logits=evidence.source_logits[mixed], target_logits=1.5 * evidence.target_logits)
     assert score("infomax-raw", forgetful) > score("infomax-raw", evidence)
     assert score("infomax", forgetful) < 0.5 * score("infomax", evidence)
 
@@ -155,9 +155,9 @@ def test_source_validation_counts_first_and_breaks_ties_by_likelihood():
     right = np.array([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
     labels = np.array([0, 0, 1, 1])
     weak, strong = (
-        replace(evidence, source_scores=scale * right, source_labels=labels, source_features=right) for scale in (0.01, 5.0)
+        replace(evidence, source_logits=scale * right, source_labels=labels, source_features=right) for scale in (0.01, 5.0)
     )
-    one_wrong = replace(strong, source_scores=5 * right * np.array([[1], [1], [1], [-1]]))
+    one_wrong = replace(strong, source_logits=5 * right * np.array([[1], [1], [1], [-1]]))
     assert score("source-validation", strong) > score("source-validation", weak) > score("source-validation", one_wrong)
     expected = (3 + math.exp((3 * math.log(1 / (1 + math.exp(-10))) + math.log(1 / (1 + math.exp(10)))) / 4)) / 5
     assert score("source-validation", one_wrong) == pytest.approx(expected)
@@ -169,25 +169,25 @@ def test_source_validation_counts_first_and_breaks_ties_by_likelihood():
 @pytest.mark.parametrize("classes", [2, 5])
 def test_density_matches_the_literal_reading_whatever_the_block(classes):
     evidence, _ = synthetic(target=37, classes=classes)
-    expected = reference.density(evidence.target_scores.tolist())
+    expected = reference.density(evidence.target_logits.tolist())
     assert score("density", evidence) == pytest.approx(expected, rel=1e-10)
     assert criteria.density(evidence, block=10) == pytest.approx(expected, rel=1e-10)
 
 
 def test_density_analytic():
     evidence, _ = synthetic(classes=2, target=10)
-    alike = replace(evidence, target_scores=np.tile([3.0, 1.0], (10, 1)))
+    alike = replace(evidence, target_logits=np.tile([3.0, 1.0], (10, 1)))
     assert score("density", alike) == pytest.approx(math.log(9))
-    halves = replace(evidence, target_scores=1e4 * np.eye(2)[[0] * 5 + [1] * 5])
+    halves = replace(evidence, target_logits=1e4 * np.eye(2)[[0] * 5 + [1] * 5])
     assert score("density", halves) == pytest.approx(math.log(4), abs=1e-6)  # each sees its own half only
 
 
 def test_density_takes_an_even_sample_of_many_texts():
     evidence, _ = synthetic(target=100)
-    every_other = replace(evidence, target_scores=evidence.target_scores[::2][:50], target_features=evidence.target_features[:50])
+    every_other = replace(evidence, target_logits=evidence.target_logits[::2][:50], target_features=evidence.target_features[:50])
     many = replace(
         evidence,
-        target_scores=np.repeat(every_other.target_scores, 2, axis=0)[:-1],
+        target_logits=np.repeat(every_other.target_logits, 2, axis=0)[:-1],
         target_features=evidence.target_features[:-1],
     )
     assert criteria.density(many, rows=50) == pytest.approx(score("density", every_other))
@@ -220,7 +220,7 @@ def test_dev_counts_errors_where_the_target_is():
     errs = np.random.default_rng(1).random(len(source)) < 0.4
 
     def candidate(wrong):
-        return Evidence(np.eye(2)[wrong.astype(int)], labels, np.zeros((len(target), 2)), source, target)
+        return CandidateOutputs(np.eye(2)[wrong.astype(int)], labels, np.zeros((len(target), 2)), source, target)
 
     wrong_there = errs & second
     wrong_elsewhere = np.roll(wrong_there, 1)  # as many errors, all in the first region
@@ -235,7 +235,7 @@ def test_dev_counts_errors_where_the_target_is():
 def test_dev_is_the_literal_risk_of_its_weights():
     source, target, second = two_regions(rows=100)
     wrong = second & (np.arange(100) % 3 == 0)
-    evidence = Evidence(np.eye(2)[wrong.astype(int)], np.zeros(100, dtype=int), np.zeros((100, 2)), source, target)
+    evidence = CandidateOutputs(np.eye(2)[wrong.astype(int)], np.zeros(100, dtype=int), np.zeros((100, 2)), source, target)
     weights = criteria.density_ratio(source, target)
     expected = reference.controlled_risk((weights * wrong).tolist(), weights.tolist())
     assert score("dev", evidence) == pytest.approx(-expected)
@@ -253,7 +253,7 @@ def test_density_ratio_of_known_densities():
 
 def test_dev_without_shift_is_the_source_error():
     evidence, _ = synthetic(source=600, target=600, spread=1.5)
-    error = (evidence.source_scores.argmax(axis=1) != evidence.source_labels).mean()
+    error = (evidence.source_logits.argmax(axis=1) != evidence.source_labels).mean()
     assert score("dev", evidence) == pytest.approx(-error, abs=0.02)
     constant = replace(evidence, source_features=np.ones((600, 2)), target_features=np.ones((600, 2)))
     assert score("dev", constant) == pytest.approx(-error, abs=1e-9)
@@ -264,9 +264,9 @@ def test_dev_without_shift_is_the_source_error():
 
 def test_reverse_prefers_right_pseudo_labels_to_shuffled_ones():
     evidence, labels = synthetic(classes=5, target=300, source=300, spread=0.6)
-    right = score("reverse", replace(evidence, target_scores=np.eye(5)[labels]))
+    right = score("reverse", replace(evidence, target_logits=np.eye(5)[labels]))
     shuffled = np.random.default_rng(0).permutation(labels)
-    wrong = score("reverse", replace(evidence, target_scores=np.eye(5)[shuffled]))
+    wrong = score("reverse", replace(evidence, target_logits=np.eye(5)[shuffled]))
     assert right > 0.85
     assert wrong < 0.45
 
@@ -274,8 +274,8 @@ def test_reverse_prefers_right_pseudo_labels_to_shuffled_ones():
 def test_reverse_is_balanced_and_knows_collapse():
     evidence, labels = synthetic(classes=3, target=300, source=300, spread=0.3)
     two = np.where(labels == 2, 1, labels)  # the third class is never predicted
-    assert score("reverse", replace(evidence, target_scores=np.eye(3)[two])) == pytest.approx(2 / 3, abs=0.03)
-    collapsed = replace(evidence, target_scores=np.eye(3)[np.zeros_like(labels)])
+    assert score("reverse", replace(evidence, target_logits=np.eye(3)[two])) == pytest.approx(2 / 3, abs=0.03)
+    collapsed = replace(evidence, target_logits=np.eye(3)[np.zeros_like(labels)])
     assert score("reverse", collapsed) == pytest.approx(1 / 3)
 
 
@@ -288,10 +288,10 @@ def test_order_of_texts_does_not_matter(seed):
     evidence, _ = synthetic(seed, source=30, target=40)
     random = np.random.default_rng(seed)
     s, t = random.permutation(30), random.permutation(40)
-    shuffled = Evidence(
-        evidence.source_scores[s],
+    shuffled = CandidateOutputs(
+        evidence.source_logits[s],
         evidence.source_labels[s],
-        evidence.target_scores[t],
+        evidence.target_logits[t],
         evidence.source_features[s],
         evidence.target_features[t],
     )
@@ -306,8 +306,8 @@ def test_order_of_classes_does_not_matter(seed):
     order = np.random.default_rng(seed).permutation(4)
     renamed = replace(
         evidence,
-        source_scores=evidence.source_scores[:, order],
-        target_scores=evidence.target_scores[:, order],
+        source_logits=evidence.source_logits[:, order],
+        target_logits=evidence.target_logits[:, order],
         source_labels=np.argsort(order)[evidence.source_labels],
     )
     for name in ("infomax", "infomax-raw", "source-validation", "density"):
@@ -319,14 +319,17 @@ def degenerate():
     yield "one row", synthetic(source=1, target=1)[0]
     yield "few rows", synthetic(source=3, target=5)[0]
     yield "one source row", synthetic(source=1, target=20)[0]
-    yield "equal scores", replace(plain, source_scores=np.zeros((12, 3)), target_scores=np.zeros((12, 3)))
-    yield "huge scores", replace(plain, source_scores=1e30 * plain.source_scores, target_scores=1e30 * plain.target_scores)
+    yield "equal scores", replace(plain, source_logits=np.zeros((12, 3)), target_logits=np.zeros((12, 3)))
+    yield "huge scores", replace(plain, source_logits=1e30 * plain.source_logits, target_logits=1e30 * plain.target_logits)
     yield "constant features", replace(plain, source_features=np.full((12, 2), 0.1), target_features=np.full((12, 2), 0.1))
     yield "huge features", replace(plain, source_features=1e200 * plain.source_features)
-    yield "identical rows", replace(plain, target_scores=np.tile([1.0, 2, 0], (12, 1)), target_features=np.ones((12, 3)))
+    yield "identical rows", replace(plain, target_logits=np.tile([1.0, 2, 0], (12, 1)), target_features=np.ones((12, 3)))
     yield "one source class", replace(plain, source_labels=np.zeros(12, dtype=int))
-    yield "one class in all", Evidence(np.ones((5, 1)), np.zeros(5, int), np.ones((5, 1)), np.ones((5, 2)), np.ones((5, 2)))
-    yield "half precision", replace(plain, source_scores=plain.source_scores.astype(np.float16))
+    yield (
+        "one class in all",
+        CandidateOutputs(np.ones((5, 1)), np.zeros(5, int), np.ones((5, 1)), np.ones((5, 2)), np.ones((5, 2))),
+    )
+    yield "half precision", replace(plain, source_logits=plain.source_logits.astype(np.float16))
 
 
 @pytest.mark.parametrize("case, evidence", list(degenerate()), ids=lambda value: value if isinstance(value, str) else "")
@@ -338,7 +341,7 @@ def test_finite_input_gives_finite_scores(case, evidence):
 def test_diverged_candidates_never_win():
     evidence, _ = synthetic()
     for broken in (math.nan, math.inf):
-        diverged = replace(evidence, target_scores=np.full_like(evidence.target_scores, broken), meta_loss=0.1)
+        diverged = replace(evidence, target_logits=np.full_like(evidence.target_logits, broken), meta_loss=0.1)
         assert set(scores(diverged).values()) == {-math.inf}
     assert score("meta", replace(evidence, meta_loss=math.nan)) == -math.inf
 
@@ -362,8 +365,8 @@ def test_wrong_requests():
 
 def test_wrong_shapes_say_what_was_wanted():
     evidence, _ = synthetic(source=12, target=15)
-    with pytest.raises(ValueError, match=r"target_scores wants shape \(15, 3\), got \(15, 2\)"):
-        replace(evidence, target_scores=np.zeros((15, 2)))
+    with pytest.raises(ValueError, match=r"target_logits wants shape \(15, 3\), got \(15, 2\)"):
+        replace(evidence, target_logits=np.zeros((15, 2)))
     with pytest.raises(ValueError, match=r"target_features wants shape \[rows >= 1, columns\], got \(0, 3\)"):
         replace(evidence, target_features=np.zeros((0, 3)))
     with pytest.raises(ValueError, match="class numbers 0 to 2"):

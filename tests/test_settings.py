@@ -135,7 +135,7 @@ def test_no_number_may_be_infinite_or_none_at_all(kind, value):
                 settings.build({"only": kind}, {field.name: value})
 
 
-@pytest.mark.parametrize("pair", [{"index_low": 3, "index_high": 2}, {"hottest": 0.1, "coldest": 0.5}])
+@pytest.mark.parametrize("pair", [{"index_low": 3, "index_high": 2}, {"temperature_start": 0.1, "temperature_end": 0.5}])
 def test_settings_that_contradict_each_other_are_refused_before_anything_runs(pair):
     with pytest.raises(RequestError, match="|".join(pair)):
         settings.build({"method": methods.get("mtem").Settings}, pair)

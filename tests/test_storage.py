@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from mtem import atomic
-from mtem.atomic import read_json, read_tensors, replaced, write_json, write_tensors
+from mtem import atomic, tensors
+from mtem.atomic import read_json, replaced, write_json
 from mtem.errors import RequestError, RunError
+from mtem.tensors import read_tensors, write_tensors
 from mtem.training.checkpoints import Checkpoints
 
 
@@ -252,7 +253,7 @@ def test_failed_checkpoint_leaves_the_last_one(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(atomic, "save_file", full)
+    monkeypatch.setattr(tensors, "save_file", full)
     with pytest.raises(RunError, match="step-6: the disk is full"):
         checkpoints.write("step-6", {"weight": torch.ones(1)}, {"step": 6})
     assert names(tmp_path) == ["step-5"]

@@ -1,4 +1,4 @@
-"""The text model on five architectures: saving, freezing, derivatives through it, corruption, and what it refuses to load."""
+"""The text model on five architectures: saving, freezing, derivatives through it, mask_ratio, and what it refuses to load."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def batch(model, count=6, seed=5, rows=None):
 
 
 def index_gradient(model, engine):
-    """As the method computes it: the functional call, the prepared inputs, `model.smooth`."""
+    """As the method computes it: the functional call, the prepared inputs, `model.differentiable_attention`."""
     target, source = model.prepare(batch(model)), model.prepare(batch(model, seed=6))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     return metagrad.meta_gradient(
@@ -60,7 +60,7 @@ def index_gradient(model, engine):
         lambda parameters: cross_entropy(functional(model, parameters, source), labels),
         0.1,
         engine=engine,
-        smooth=model.smooth,
+        differentiable_attention=model.differentiable_attention,
     ).gradient
 
 
@@ -125,7 +125,7 @@ def test_head_and_features(directories, width):
     """Also where there are as many classes as an inner layer is wide."""
     for shape, directory in directories.items():
         model = TextModel.create(directory, [str(number) for number in range(width)]).eval()
-        logits, features = model.scores_and_features(batch(model))
+        logits, features = model.logits_and_features(batch(model))
         assert logits.shape == (6, width) and features.shape == (6, 32), shape
         assert_near(model.head(features), logits, msg=shape)
         assert_near(logits, model(batch(model)))
@@ -137,13 +137,13 @@ def test_head_and_features(directories, width):
 @pytest.mark.parametrize("layers", [1, 2])
 def test_lower_and_upper_part_together_are_the_whole_network(model, layers):
     whole = model(batch(model, 12))
-    features = model.scores_and_features(batch(model, 12))[1]
+    features = model.logits_and_features(batch(model, 12))[1]
     model.freeze(layers)
     assert model._upper, "the fast path is not taken"
     inputs = model.prepare(batch(model, 12))
     assert inputs["hidden"].shape[-1] == 32 and not inputs["hidden"].requires_grad
     assert_near(model(inputs), whole)
-    assert_near(model.scores_and_features(inputs)[1], features)
+    assert_near(model.logits_and_features(inputs)[1], features)
 
 
 @pytest.mark.parametrize(("layers", "kept"), [(1, 1), (2, 2), (3, 3), (-1, 2), (-2, 1), (-9, 0)])
@@ -237,7 +237,7 @@ def test_a_full_disk_under_the_frozen_layers_output_is_told(bert, tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
-# ---------------------------------------------------------------------- corruption
+# ---------------------------------------------------------------------- mask_ratio
 
 
 def test_corruption_hides_a_share_and_spares_special_tokens_and_padding(bert):
@@ -327,10 +327,10 @@ def test_a_kernel_without_second_derivatives_is_bypassed_and_comes_back(director
         assert relative_error(index_gradient(model, engine), wanted) < 1e-4
         assert model.network.config._attn_implementation == "kernel"
     Kernel.calls = 0
-    with model.smooth():
+    with model.differentiable_attention():
         model(batch(model))
     assert Kernel.calls == 0 and model.network.config._attn_implementation == "kernel"
-    with pytest.raises(ZeroDivisionError), model.smooth():
+    with pytest.raises(ZeroDivisionError), model.differentiable_attention():
         raise ZeroDivisionError
     assert model.network.config._attn_implementation == "kernel"
 

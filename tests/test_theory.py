@@ -34,7 +34,7 @@ def perceptron(index: float = 2.0, kappa: float = 1.0) -> tuple[Mtem, Batch, Bat
     torch.manual_seed(0)
     model = theory.Perceptron(12, 5, ["bad", "good"])
     chosen = {name: value for name, value in PAPER.items() if name in MtemSettings.__dataclass_fields__}
-    chosen |= {"index_initial": index, "hottest": kappa, "coldest": kappa}
+    chosen |= {"index_initial": index, "temperature_start": kappa, "temperature_end": kappa}
     method = Mtem(model, MtemSettings(**chosen), Context(50, 30, 2, draw, lambda: 0.1))
     values = torch.randn(70, 12, generator=draw)
     labels = torch.randint(2, (40,), generator=draw)
@@ -200,7 +200,7 @@ class Line(Model):
     def prepare(self, inputs):
         return inputs
 
-    def perturbable(self, inputs):
+    def input_embeddings(self, inputs):
         return inputs["values"]
 
     def norms(self, values, inputs):
@@ -209,7 +209,7 @@ class Line(Model):
     def forward(self, inputs):
         return self.network(inputs["values"] + inputs.get("noise", 0.0))
 
-    def smooth(self):
+    def differentiable_attention(self):
         return contextlib.nullcontext()
 
 

@@ -19,10 +19,10 @@ from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.text import TextModel
 from mtem.models.trees.model import BigcnSettings, TreeModel
 from mtem.progress import Progress
-from mtem.training import optimizer
+from mtem.training import optimizer as optimizers
 from mtem.training.devices import find_device, find_precision
 from mtem.training.optimizer import make_optimizer
-from mtem.training.settings import TrainingSettings, find_rates
+from mtem.training.settings import TrainingSettings, find_learning_rates
 from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
 from tests.conftest import make_texts
@@ -44,13 +44,13 @@ def stream(model, count=40, size=10, **extra):
     return Stream(model, model.encode_texts([text for text, _ in rows]), np.arange(count), labels, size, 3, **extra)
 
 
-def trainer(model, *, steps=8, rate=1e-3, method=None, lines=None, after=lambda done: None, **changes):
+def trainer(model, *, steps=8, learning_rate=1e-3, method=None, lines=None, after=lambda done: None, **changes):
     context = Context(steps, 0, 2, torch.Generator(), lambda: 0.0)
     method = method or SourceOnly(model, SourceOnlySettings(), context)
     given = dataclasses.replace(TrainingSettings(), **changes)
     record = (lambda line: None) if lines is None else lines.append
     return Trainer(
-        method, given, name="source", steps=steps, rate=rate, source=stream(model), target=None,
+        method, given, name="source", steps=steps, learning_rate=learning_rate, source=stream(model), target=None,
         progress=Progress(quiet=True), record=record, after=after,
     )  # fmt: skip
 
@@ -96,8 +96,10 @@ def test_frozen_parameters_are_not_optimized(model):
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_rate_follows_its_schedule_in_every_group(model, schedule):
     seen = []
-    made = trainer(model, schedule=schedule, warmup=0.25, layer_decay=0.5)
-    made.after = lambda done: seen.append((made.rate(), [group["lr"] / group["factor"] for group in made.optimizer.param_groups]))
+    made = trainer(model, schedule=schedule, warmup_ratio=0.25, layer_decay=0.5)
+    made.after = lambda done: seen.append(
+        (made.learning_rate(), [group["lr"] / group["factor"] for group in made.optimizer.param_groups])
+    )
     made.run()
     wanted = [1e-3 * schedules.SCHEDULES[schedule](step, 8, 2) for step in range(8)]
     assert [rate for rate, _ in seen] == pytest.approx(wanted)
@@ -108,8 +110,8 @@ def test_the_rate_follows_its_schedule_in_every_group(model, schedule):
 
 def test_the_rate_of_assumption_2(model):
     seen = []
-    made = trainer(model, steps=4, rate=2.0, schedule="assumption-2", optimizer="sgd", clip=1e-9)
-    made.after = lambda done: seen.append(made.rate())
+    made = trainer(model, steps=4, learning_rate=2.0, schedule="assumption-2", optimizer="sgd", max_grad_norm=1e-9)
+    made.after = lambda done: seen.append(made.learning_rate())
     made.run()
     assert seen == pytest.approx([1.0, 1.0, 2 / 3, 0.5])
 
@@ -117,13 +119,13 @@ def test_the_rate_of_assumption_2(model):
 def test_clipping_bounds_the_step_and_reports_the_norm(model):
     lines = []
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    made = trainer(model, steps=1, rate=1.0, optimizer="sgd", clip=0.01, weight_decay=0.0, schedule="constant", warmup=0.0,
+    made = trainer(model, steps=1, learning_rate=1.0, optimizer="sgd", max_grad_norm=0.01, weight_decay=0.0, schedule="constant", warmup_ratio=0.0,
                    lines=lines)  # fmt: skip
     made.run()
     moved = torch.stack([(p.detach() - before[name]).norm() for name, p in model.named_parameters()]).norm()
     assert float(moved) == pytest.approx(0.01, rel=1e-3) and lines[0]["gradient_norm"] > 0.01
     lines.clear()
-    trainer(model, steps=1, clip=0.0, lines=lines).run()
+    trainer(model, steps=1, max_grad_norm=0.0, lines=lines).run()
     assert "gradient_norm" not in lines[0]
 
 
@@ -169,8 +171,8 @@ def assert_alike(one, other):
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 def test_the_fused_kernel_takes_the_steps_of_the_plain_one(encoder, monkeypatch, optimizer):
     ends = []
-    for places in (optimizer.FUSED, ()):
-        monkeypatch.setattr(optimizer, "FUSED", places)
+    for places in (optimizers.FUSED, ()):
+        monkeypatch.setattr(optimizers, "FUSED", places)
         model = fresh(encoder)
         made = trainer(model, optimizer=optimizer, weight_decay=0.1, layer_decay=0.7, steps=12)
         assert bool(made.optimizer.param_groups[0]["fused"]) == bool(places)
@@ -184,7 +186,7 @@ def test_the_fused_kernel_takes_the_steps_of_the_plain_one(encoder, monkeypatch,
 def test_what_a_plain_optimizer_left_a_fused_one_goes_on_with(encoder, monkeypatch):
     whole, cut = fresh(encoder), fresh(encoder)
     trainer(whole).run()
-    monkeypatch.setattr(optimizer, "FUSED", ())
+    monkeypatch.setattr(optimizers, "FUSED", ())
     kept = {}
 
     def stop(done):
@@ -213,7 +215,7 @@ def test_given_gradients_may_have_any_strides(encoder):
         if transposed:
             given = {name: value.T.contiguous().T if value.dim() == 2 else value for name, value in given.items()}
             assert not given["network.classifier.weight"].is_contiguous()
-        trainer(model, clip=0.0).update(None, gradients=given)
+        trainer(model, max_grad_norm=0.0).update(None, gradients=given)
         ends.append({name: parameter.detach() for name, parameter in model.named_parameters()})
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
@@ -247,23 +249,23 @@ def ready(encoder, name, device="cpu", threads=False, **changes):
     if threads:
         corpus = load_corpus(make_threads(40, 1), labeled=True)
         model = TreeModel.create(("bad", "good"), [corpus], BigcnSettings(hidden=8))
-        tokens = model.encode_trees(corpus.trees())
+        tokens = model.encode_threads(corpus.trees())
         labels = np.arange(40) % 2
     else:
         rows = make_texts(40, 1)
         model = TextModel.create(encoder, ("bad", "good"), max_length=16)
         tokens = model.encode_texts([text for text, _ in rows])
         labels = np.array([label == "good" for _, label in rows], dtype=np.int64)
-    kind.adjust(model, settings)
+    kind.prepare_model(model, settings)
     model.to(device)
     few = np.arange(20, 40)
     streams = [Stream(model, tokens, *given) for given in (
         (np.arange(40), labels, 10, 1), (np.arange(40), None, 10, 2), (few, labels, 6, 3),
     )]  # fmt: skip
-    given = {"source_size": 40, "few_rows": torch.from_numpy(few).to(device), "few": streams[2]}
+    given = {"source_size": 40, "target_labeled_rows": torch.from_numpy(few).to(device), "target_labeled": streams[2]}
     context = Context(6, 40, 2, torch.Generator(), lambda: 1e-3, **given)
     return Trainer(
-        kind(model, settings, context), TrainingSettings(log_every=1000), name=name, steps=6, rate=1e-3,
+        kind(model, settings, context), TrainingSettings(log_every=1000), name=name, steps=6, learning_rate=1e-3,
         source=streams[0], target=streams[1], progress=Progress(quiet=True),
     )  # fmt: skip
 
@@ -271,7 +273,7 @@ def ready(encoder, name, device="cpu", threads=False, **changes):
 def run_inside(trainer, inside, warm):
     """The steps after the first `warm` ones, batches included, in the context that `inside` makes."""
     for step in range(warm + 2):
-        trainer._set_rate(step)
+        trainer._set_learning_rate(step)
         with inside() if step >= warm else contextlib.nullcontext():
             target = trainer.target(step)
             trainer.method.step(step, trainer.source(step), target, trainer.update)
@@ -358,7 +360,9 @@ def test_a_loss_that_is_no_number_ends_the_run_in_one_line(model):
 
 def test_a_real_divergence_is_noticed_at_the_end_at_the_latest(model):
     with pytest.raises(RunError, match="source_loss is nan"):
-        trainer(model, rate=1e30, optimizer="sgd", clip=0.0, schedule="constant", warmup=0.0, log_every=1000).run()
+        trainer(
+            model, learning_rate=1e30, optimizer="sgd", max_grad_norm=0.0, schedule="constant", warmup_ratio=0.0, log_every=1000
+        ).run()
 
 
 def test_devices_and_precisions(monkeypatch):
@@ -377,10 +381,13 @@ def test_devices_and_precisions(monkeypatch):
 
 def test_rates_follow_frozen_layers_unless_given(encoder):
     model = TextModel.create(encoder, ("bad", "good"), max_length=16)
-    assert find_rates(TrainingSettings(), model.default_rates()) == (5e-5, 2e-5)
+    assert find_learning_rates(TrainingSettings(), model.default_learning_rates()) == (5e-5, 2e-5)
     model.freeze(2)
-    assert find_rates(TrainingSettings(), model.default_rates()) == (5e-4, 2e-4)
-    assert find_rates(TrainingSettings(source_rate=0.0, rate=1.0), model.default_rates()) == (0.0, 1.0)
+    assert find_learning_rates(TrainingSettings(), model.default_learning_rates()) == (5e-4, 2e-4)
+    assert find_learning_rates(TrainingSettings(source_learning_rate=0.0, learning_rate=1.0), model.default_learning_rates()) == (
+        0.0,
+        1.0,
+    )
 
 
 # ---------------------------------------------------------------------- batches
@@ -415,7 +422,7 @@ def test_the_history_is_logged_every_so_many_steps_and_at_the_end(model):
     lines = []
     trainer(model, log_every=3, lines=lines).run()
     assert [line["step"] for line in lines] == [1, 4, 7, 8]
-    assert {"stage", "step", "rate", "source_loss", "gradient_norm"} <= lines[0].keys()
+    assert {"stage", "step", "learning_rate", "source_loss", "gradient_norm"} <= lines[0].keys()
 
 
 def test_quantiles_of_many_indexes_are_those_of_a_sample(model):

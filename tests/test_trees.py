@@ -1,4 +1,4 @@
-"""Threads as trees: any order in, every post after its parent out; what is mended, what is refused, and how both are told."""
+"""EncodedThreads as trees: any order in, every post after its parent out; what is mended, what is refused, and how both are told."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtem.data.threads import Repairs, Tree, build, dump, ordered, parse, read, tree_of_row
+from mtem.data.threads import Repairs, Thread, build, dump, ordered, parse, read, thread_of_row
 from tests.conftest import examples
 from tests.corpora import refusal
 
@@ -61,7 +61,7 @@ def test_any_order_becomes_a_tree_with_the_same_replies(shape):
 def test_order_changes_only_where_it_must(shape):
     replies, permutation = shape
     parents = [-1, *replies]
-    assert build(posts(parents), "f")[0] == Tree([f"post {i}" for i in range(len(parents))], parents)
+    assert build(posts(parents), "f")[0] == Thread([f"post {i}" for i in range(len(parents))], parents)
     place = {old: new for new, old in enumerate(permutation)}
     moved = [-1 if parents[old] < 0 else place[parents[old]] for old in permutation]
     # Of the posts that may come next, always the one that stood first.
@@ -83,13 +83,13 @@ def test_chains_of_any_length():
 
 
 def test_a_thread_without_replies():
-    assert build([node("1")], "f")[0] == Tree(["text 1"], [-1])
-    assert build([{"text": "alone"}], "f") == (Tree(["alone"], [-1]), Repairs())
+    assert build([node("1")], "f")[0] == Thread(["text 1"], [-1])
+    assert build([{"text": "alone"}], "f") == (Thread(["alone"], [-1]), Repairs())
 
 
 def test_ids_are_compared_as_text():
     nodes = [node(7), node("8", 7), node(np.int64(9), " 8 ")]
-    assert build(nodes, "f") == (Tree(["text 7", "text 8", "text 9"], [-1, 0, 1]), Repairs())
+    assert build(nodes, "f") == (Thread(["text 7", "text 8", "text 9"], [-1, 0, 1]), Repairs())
 
 
 # Mended
@@ -127,25 +127,25 @@ def test_what_is_mended_is_counted_and_the_rest_stays(shape, data):
 def test_the_first_root_is_the_root_wherever_it_stands():
     nodes = [node("3", "2"), node("2"), node("1"), node("4", "gone")]
     tree, repairs = build(nodes, "f")
-    assert tree == Tree(["text 2", "text 3", "text 1", "text 4"], [-1, 0, 0, 0])
+    assert tree == Thread(["text 2", "text 3", "text 1", "text 4"], [-1, 0, 0, 0])
     assert (repairs.extra_root, repairs.unknown_parent) == (1, 1)
 
 
 def test_an_orphan_is_no_root_if_there_is_another():
     tree, repairs = build([node("2", orphan=True), node("1")], "f")
-    assert tree == Tree(["text 1", "text 2"], [-1, 0]) and repairs.unknown_parent == 1 and repairs.extra_root == 0
+    assert tree == Thread(["text 1", "text 2"], [-1, 0]) and repairs.unknown_parent == 1 and repairs.extra_root == 0
 
 
 def test_a_root_that_replies_to_something_outside():
     tree, repairs = build([node("2", "1"), node("1", "0"), node("3", "0")], "f")
-    assert tree == Tree(["text 1", "text 2", "text 3"], [-1, 0, 0])
+    assert tree == Thread(["text 1", "text 2", "text 3"], [-1, 0, 0])
     assert (repairs.no_root, repairs.unknown_parent) == (1, 1) and repairs.first["no_root"] == "f, node '1'"
     assert build([{"text": "x", "parent": "0", "orphan": True}], "f")[1].no_root == 1
 
 
 def test_a_root_without_text_stays():
     tree, repairs = build([{"id": 1}, node(2, 1)], "f")
-    assert tree == Tree(["", "text 2"], [-1, 0]) and repairs.no_text == 1 and not tree.blank
+    assert tree == Thread(["", "text 2"], [-1, 0]) and repairs.no_text == 1 and not tree.blank
     assert build([{"id": 1}, {"id": 2, "parent": 1}], "f")[0].blank
 
 
@@ -204,35 +204,35 @@ def test_refused_by_place_and_reason(nodes, words):
 @examples(100)
 @given(texts=st.lists(st.text(), min_size=1, max_size=6), data=st.data())
 def test_dump_and_parse(texts, data):
-    tree = Tree(texts, [-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, len(texts)))])
+    tree = Thread(texts, [-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, len(texts)))])
     string = dump(tree)
     assert parse(string) == tree
     assert json.loads(string) == [[p, t] for t, p in zip(*tree, strict=True)]
-    assert dump(Tree(["é"], [-1])) == '[[-1,"é"]]'
+    assert dump(Thread(["é"], [-1])) == '[[-1,"é"]]'
 
 
 def test_rows():
     nodes = [node("1"), node("2", "1")]
-    tree = Tree(["text 1", "text 2"], [-1, 0])
+    tree = Thread(["text 1", "text 2"], [-1, 0])
     for form in (nodes, tuple(nodes), np.array(nodes, object), json.dumps(nodes), json.dumps(nodes).encode(), tree):
-        assert tree_of_row({"id": 1, "nodes": form, "text": "ignored"}, "f: row 2") == tree
+        assert thread_of_row({"id": 1, "nodes": form, "text": "ignored"}, "f: row 2") == tree
     assert read({"nodes": [*nodes, node(3, 9)]}, "f: row 2")[1].first == {"unknown_parent": "f: row 2, node '3'"}
     for absent in ({}, {"nodes": None}, {"nodes": float("nan")}, {"nodes": " "}):
-        refusal(lambda absent=absent: tree_of_row({"id": 1, **absent}, "f: row 2"), "f: row 2, thread '1'", "no 'nodes'")
-    refusal(lambda: tree_of_row({"nodes": "words"}, "f: row 2"), "f: row 2", "JSON")
-    refusal(lambda: tree_of_row({"nodes": []}, "f: row 2"), "f: row 2", "empty")
+        refusal(lambda absent=absent: thread_of_row({"id": 1, **absent}, "f: row 2"), "f: row 2, thread '1'", "no 'nodes'")
+    refusal(lambda: thread_of_row({"nodes": "words"}, "f: row 2"), "f: row 2", "JSON")
+    refusal(lambda: thread_of_row({"nodes": []}, "f: row 2"), "f: row 2", "empty")
 
 
 @pytest.mark.parametrize(
     "tree, words",
     [
-        (Tree([], []), "empty"),
-        (Tree(["a"], [0]), "node 0"),
-        (Tree(["a", "b"], [-1]), "2 texts but 1 parents"),
-        (Tree(["a", "b"], [-1, 1]), "node 1"),
-        (Tree(["a", "b"], [-1, -1]), "node 1"),
-        (Tree(["a", ["b"]], [-1, 0]), "list"),
+        (Thread([], []), "empty"),
+        (Thread(["a"], [0]), "node 0"),
+        (Thread(["a", "b"], [-1]), "2 texts but 1 parents"),
+        (Thread(["a", "b"], [-1, 1]), "node 1"),
+        (Thread(["a", "b"], [-1, -1]), "node 1"),
+        (Thread(["a", ["b"]], [-1, 0]), "list"),
     ],
 )
 def test_trees_made_by_hand_are_checked(tree, words):
-    refusal(lambda: tree_of_row({"nodes": tree}, "f: row 2"), "f: row 2", words)
+    refusal(lambda: thread_of_row({"nodes": tree}, "f: row 2"), "f: row 2", words)

@@ -20,7 +20,7 @@ from tests.reference import wind as reference
 from tests.tolerance import assert_weights_near
 
 ENGINES = [("forward", 1e-4), ("second-order", 1e-4), ("taylor", 2e-2)]
-RAW = {"weight_step": "raw", "weight_rate": 5.0}
+RAW = {"weight_step": "raw", "weight_learning_rate": 5.0}
 
 
 def bench(encoder, **changes) -> Bench:
@@ -103,7 +103,7 @@ def test_engines_agree_with_autograd_through_the_virtual_step(encoder, engine, t
     if weighted:
         ours.context.class_weights = torch.tensor(class_weights)
         ours.method = Wind(ours.model, ours.method.settings, ours.context)
-    source, few = ours.source_batch([0, 3, 7, 12, 21, 33, SOURCE, SOURCE + 3]), ours.context.few(0)
+    source, few = ours.source_batch([0, 3, 7, 12, 21, 33, SOURCE, SOURCE + 3]), ours.context.target_labeled(0)
     ours.method.w[source.rows[:6]] = torch.tensor([0.0, 1.0, -1.0, 2.0, -2.0, 0.5])
     before = ours.weights()
     gradient, meta_loss = ours.method.weight_gradient(source, few)
@@ -129,7 +129,7 @@ def test_trajectory_is_the_literal_reading(encoder, engine, tolerance):
     w[SOURCE:] = 1e8
     for number in range(6):
         source, target = ours.batches()
-        rows, few = source.rows, ours.context.few(number)
+        rows, few = source.rows, ours.context.target_labeled(number)
         theta, w[rows] = reference.step(
             *functions(ours, source, few), theta, w[rows], (rows >= SOURCE).tolist(), source.labels.tolist(), ours.rate, 5.0
         )
@@ -143,7 +143,7 @@ def test_trajectory_is_the_literal_reading(encoder, engine, tolerance):
 def test_inner_steps_repeat_the_move(encoder):
     twice, once = bench(encoder, inner_steps=2, dropout=False, **RAW), bench(encoder, dropout=False, **RAW)
     source, target = twice.batches()
-    few = once.context.few(0)
+    few = once.context.target_labeled(0)
     for _ in range(2):
         gradient, _ = once.method.weight_gradient(source, few)
         once.method.w[source.rows] += 5.0 * gradient
@@ -170,20 +170,20 @@ def test_step_normalisations(encoder, kind):
 @pytest.mark.parametrize("engine", [name for name, _ in ENGINES])
 def test_a_rate_of_nothing_gives_the_limit(encoder, engine):
     ours = bench(encoder, engine=engine, **RAW)
-    source, few = ours.batches()[0], ours.context.few(0)
-    ours.context.rate = lambda: 0.0
+    source, few = ours.batches()[0], ours.context.target_labeled(0)
+    ours.context.learning_rate = lambda: 0.0
     still, _ = ours.method.weight_gradient(source, few)
-    ours.context.rate = lambda: 1e-6
+    ours.context.learning_rate = lambda: 1e-6
     moving, _ = ours.method.weight_gradient(source, few)
     assert torch.isfinite(still).all() and still.norm() > 0
     assert relative(still, moving) < 1e-3
 
 
 def test_virtual_rate_takes_the_place_of_the_current_one(encoder):
-    ours, other = bench(encoder, rate=0.05), bench(encoder, rate=0.5, virtual_rate=0.05)
-    source, few = ours.batches()[0], ours.context.few(0)
+    ours, other = bench(encoder, learning_rate=0.05), bench(encoder, learning_rate=0.5, virtual_learning_rate=0.05)
+    source, few = ours.batches()[0], ours.context.target_labeled(0)
     assert torch.equal(ours.method.weight_gradient(source, few)[1], other.method.weight_gradient(source, few)[1])
-    plain = bench(encoder, rate=0.5)
+    plain = bench(encoder, learning_rate=0.5)
     assert not torch.equal(plain.method.weight_gradient(source, few)[1], other.method.weight_gradient(source, few)[1])
 
 
@@ -204,7 +204,7 @@ def learn(ours: Bench, steps: int) -> None:
 def test_weights_fall_on_corrupted_labels(encoder):
     gaps = []
     for seed in range(3):
-        ours = bench(encoder, seed=seed, rate=0.01)
+        ours = bench(encoder, seed=seed, learning_rate=0.01)
         assert ours.method.settings == WindSettings(), "as recommended"
         learn(ours, 30)
         corrupted = np.random.default_rng(seed).permutation(SOURCE)[:10]
@@ -229,7 +229,7 @@ def test_default_step_moves_the_weights_and_the_published_one_hardly(encoder):
 
 def test_new_weights_enter_the_update(encoder):
     """A batch of two texts, one of them given up: the update is the other's alone."""
-    ours = bench(encoder, weight_rate=0.0, dropout=False)
+    ours = bench(encoder, weight_learning_rate=0.0, dropout=False)
     source = ours.source_batch([0, 1])
     ours.method.w[0] = -100.0
     before = ours.weights()
@@ -248,7 +248,7 @@ def test_new_weights_enter_the_update(encoder):
 def test_dropout_is_in_the_update_only(encoder):
     ours = bench(encoder)
     source, target = ours.batches()
-    few = ours.context.few(0)
+    few = ours.context.target_labeled(0)
     ours.model.train()
     found = []
     for seed in (0, 1):

@@ -137,7 +137,7 @@ class Watch:
             return
         if self.tokens is None:
             self.tokens = model.encode(self.test)
-        scores = inference.score(model, self.tokens).scores
+        scores = inference.compute_logits(model, self.tokens).logits
         labels = scores.argmax(axis=1)
         self.predictions.append(labels)
         right = labels == self.truth
@@ -183,7 +183,7 @@ class Watch:
         if not hasattr(self, "streams") or self.streams is None:
             return None
         source, target = self.streams
-        kept = context.few_rows if context.few is not None and pilot.settings.outer == "kept" else None
+        kept = context.target_labeled_rows if context.target_labeled is not None and pilot.settings.outer == "kept" else None
         number = len(self.rows)
         if kept is not None:
             outers = [source.of(kept.cpu().numpy()[first : first + 50]) for first in range(0, min(len(kept), 200), 50)]
@@ -240,14 +240,14 @@ def adapt(args: argparse.Namespace) -> None:
 
     running.Run.prepare = prepared
     config = CONFIGS[args.config]
-    given = {"epochs": args.passes, "rate": args.rate, "evaluations": max(1, round(args.passes)), **common, **config}
+    given = {"epochs": args.passes, "learning_rate": args.rate, "evaluations": max(1, round(args.passes)), **common, **config}
     adapted = mtem.adapt(
         labeled, division.unlabeled, target_labeled=kept if config.get("outer") == "kept" else None, method=method,
         source_model=theta, observe=watch, **given,
     )  # fmt: skip
     row = {
         "config": args.config, "target": args.target, "seed": args.seed, "model": Path(args.model).name, "passes": args.passes,
-        "rate": args.rate, "changed": config, "set": args.set, "candidates": watch.rows, "kept_out": left if args.config in TWO else None,
+        "learning_rate": args.rate, "changed": config, "set": args.set, "candidates": watch.rows, "kept_out": left if args.config in TWO else None,
         "chosen_step": adapted.record["selection"]["chosen_step"], "seconds": round(time.monotonic() - started, 1),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "versions": adapted.record["versions"],
     }  # fmt: skip

@@ -49,7 +49,7 @@ class Pilot(Mtem):
     name = "pilot"
     summary = "pilot: one rule of trust for all texts"
     Settings = PilotSettings
-    presets = {"recommended": {"sampling": False, "teacher": 0.99, "index_initial": 1.0, "index_low": 1.0}, "paper": {}}  # noqa: RUF012
+    presets = {"recommended": {"sampling": False, "ema_decay": 0.99, "index_initial": 1.0, "index_low": 1.0}, "paper": {}}  # noqa: RUF012
     current: Any = None  # the one that was made last, for whoever watches the run
 
     def __init__(self, model: Any, settings: PilotSettings, context: Context) -> None:
@@ -65,7 +65,7 @@ class Pilot(Mtem):
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
         settings = self.settings
-        kept = self.context.among_few(source.rows)
+        kept = self.context.is_target_labeled(source.rows)
         labels, sure = self.teacher_labels(target)
         rows = target.rows
         visited = self.previous[rows] >= 0
@@ -78,15 +78,15 @@ class Pilot(Mtem):
         learned = settings.trust in ("per-text", "shared")
         outer = layerwise.source_gradient(self.recorder, lambda: [self.outer_loss(source, kept)]) if learned else None
         self.model.train()
-        recording = self.recorder.record(lambda: self.model(student), len(rows), thrifty=False)
-        log_probs = torch.log_softmax(recording.scores, dim=-1)
+        recording = self.recorder.record(lambda: self.model(student), len(rows), save_memory=False)
+        log_probs = torch.log_softmax(recording.logits, dim=-1)
         recording.backward(tsallis.surprisal(log_probs, labels))
         log_probs = log_probs.detach()
         phi = self.phi(sure, log_probs.gather(1, labels[:, None])[:, 0].exp(), self.stable[rows])
         if settings.trust == "shared":
             self.index[rows] = 1 + F.softplus(phi @ self.w)
         if outer is not None:
-            meta = layerwise.meta_gradient(recording, log_probs, labels, self.index[rows], outer, self.virtual_rate())
+            meta = layerwise.meta_gradient(recording, log_probs, labels, self.index[rows], outer, self.virtual_learning_rate())
             if settings.trust == "per-text":
                 self.index[rows] = self.moved(self.index[rows], meta.gradient, number)
             else:
@@ -102,7 +102,7 @@ class Pilot(Mtem):
         loss = (losses * ours).sum() / ours.sum().clamp_min(1)
         update(loss, gradients=gradients)
         now = [parameter.detach() for parameter in self.model.trainable().values()]
-        torch._foreach_lerp_(list(self.average.values()), now, 1 - settings.teacher)
+        torch._foreach_lerp_(list(self.average.values()), now, 1 - settings.ema_decay)
         return {"source_loss": loss.detach(), "weight": weights.mean(), "index": self.index[rows].mean()}
 
     @torch.no_grad()
@@ -149,8 +149,8 @@ class Pilot(Mtem):
             every = torch.ones(len(batch.rows), dtype=torch.bool, device=batch.rows.device)
             outer = layerwise.source_gradient(self.recorder, lambda batch=batch, every=every: [self.outer_loss(batch, every)])
             self.model.eval()
-            recording = self.recorder.record(lambda: self.model(student), len(target.rows), thrifty=False)
-            log_probs = torch.log_softmax(recording.scores, dim=-1)
+            recording = self.recorder.record(lambda: self.model(student), len(target.rows), save_memory=False)
+            log_probs = torch.log_softmax(recording.logits, dim=-1)
             recording.backward(tsallis.surprisal(log_probs, labels))
             log_probs = log_probs.detach()
             phi = self.phi(sure, log_probs.gather(1, labels[:, None])[:, 0].exp(), self.stable[target.rows])

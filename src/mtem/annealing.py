@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def temperature(step: float, total: float, hottest: float, coldest: float, steepness: float) -> float:
-    r"""The temperature :math:`\kappa_t` of a step: ``hottest`` at step 0, ``coldest`` from step ``total`` on.
+def temperature(step: float, total: float, temperature_start: float, temperature_end: float, steepness: float) -> float:
+    r"""The temperature :math:`\kappa_t` of a step: ``temperature_start`` at step 0, ``temperature_end`` from step ``total`` on.
 
     .. math::
         \kappa_t = \kappa_{min} + (\kappa_{max} - \kappa_{min}) \,
@@ -21,21 +21,23 @@ def temperature(step: float, total: float, hottest: float, coldest: float, steep
     Args:
         step: :math:`t`, from 0.
         total: :math:`T_{max}`; with 0 every step is past the end.
-        hottest: :math:`\kappa_{max}`.
-        coldest: :math:`\kappa_{min}`.
+        temperature_start: :math:`\kappa_{max}`.
+        temperature_end: :math:`\kappa_{min}`.
         steepness: :math:`s \geq 0`; 0 is a straight line, a large one a step half-way.
     """
-    if not 0 <= coldest <= hottest:
-        raise ValueError(f"temperatures: got hottest {hottest} and coldest {coldest}, wanted hottest >= coldest >= 0")
+    if not 0 <= temperature_end <= temperature_start:
+        raise ValueError(
+            f"temperatures: got temperature_start {temperature_start} and temperature_end {temperature_end}, wanted temperature_start >= temperature_end >= 0"
+        )
     if steepness < 0 or step < 0 or total < 0:
         raise ValueError(f"got step {step}, total {total} and steepness {steepness}, wanted none of them negative")
     if step >= total:
-        return float(coldest)
+        return float(temperature_end)
     remaining = 1.0 - 2.0 * step / total
     # In terms of tanh, since sigmoid(x) - 1/2 = tanh(x/2) / 2, the quotient is free of cancellation.
     scaled = math.tanh(steepness / 2 * remaining) / math.tanh(steepness / 2) if steepness > 1e-300 else remaining
     share = (1.0 + scaled) / 2.0
-    return min(max(hottest * share + coldest * (1.0 - share), float(coldest)), float(hottest))
+    return min(max(temperature_start * share + temperature_end * (1.0 - share), float(temperature_end)), float(temperature_start))
 
 
 @torch.no_grad()

@@ -12,9 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from mtem.errors import DiskFullError, RequestError, RunError
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -129,17 +126,3 @@ def read_json(path: Path) -> Any:
         raise RequestError(f"{path}: no such file; is {path.parent} the output of 'mtem adapt'?") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: not valid JSON ({error})") from error
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    with replaced(path) as temporary:
-        _save(temporary, tensors)
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    return load_file(path)
-
-
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Copies: safetensors refuses tensors that share memory or are not contiguous."""
-    save_file({name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}, path)

@@ -17,7 +17,7 @@ import torch
 from mtem.data import readers, writers
 from mtem.data.batching import sequential
 from mtem.data.loading import example_column, text_cell
-from mtem.data.threads import NODES, Tree, tree_of_row
+from mtem.data.threads import NODES, Thread, thread_of_row
 from mtem.errors import RequestError
 from mtem.models.scoring import scorers
 from mtem.progress import Progress
@@ -28,14 +28,14 @@ MANY = 4  # batches per thread from which on a copy of the model for each thread
 ROWS_AT_ONCE = 4096  # rows held in memory while a file streams through
 
 
-class Scores(NamedTuple):
-    scores: np.ndarray  # [N, K] logits
+class Outputs(NamedTuple):
+    logits: np.ndarray  # [N, K] logits
     features: np.ndarray | None  # [N, D] what the head sees
 
 
-def score(
+def compute_logits(
     model: Any, tokens: Any, rows: np.ndarray | None = None, *, features: bool = False, progress: Progress | None = None
-) -> Scores:
+) -> Outputs:
     """Logits (and features) of the given rows, in their order, computed in batches of equal length."""
     rows = np.arange(len(tokens)) if rows is None else np.asarray(rows)
     on_cpu = model.device.type == "cpu"
@@ -45,16 +45,16 @@ def score(
     @torch.no_grad()  # of the thread that computes
     def compute(scorer: Any, batch: np.ndarray) -> list[np.ndarray]:
         inputs = scorer.collate(tokens, rows[batch])
-        found = scorer.scores_and_features(inputs) if features else [scorer(inputs)]
+        found = scorer.logits_and_features(inputs) if features else [scorer(inputs)]
         return [values.cpu().numpy() for values in found]
 
     many = on_cpu and len(batches) >= MANY * torch.get_num_threads()
-    scores: np.ndarray = np.zeros((len(rows), len(model.classes)), dtype=np.float32)
+    logits: np.ndarray = np.zeros((len(rows), len(model.classes)), dtype=np.float32)
     seen: np.ndarray | None = None
     done = 0
     with contextlib.closing((_side_by_side if many else _one_by_one)(model, compute, batches)) as results:
-        for batch, (logits, *values) in zip(batches, results, strict=True):
-            scores[batch] = logits
+        for batch, (found, *values) in zip(batches, results, strict=True):
+            logits[batch] = found
             if values:
                 if seen is None:
                     seen = np.zeros((len(rows), values[0].shape[1]), dtype=np.float32)
@@ -62,7 +62,7 @@ def score(
             done += len(batch)
             if progress:
                 progress.advance(done)
-    return Scores(scores, seen)
+    return Outputs(logits, seen)
 
 
 Compute = Callable[[Any, np.ndarray], list[np.ndarray]]
@@ -102,28 +102,30 @@ def _side_by_side(model: Any, compute: Compute, batches: Sequence[np.ndarray]) -
         torch.set_num_threads(threads)  # a thread's own number is also that of the threads that come after it
 
 
-def probabilities(scores: np.ndarray) -> np.ndarray:
-    return torch.softmax(torch.from_numpy(np.asarray(scores, dtype=np.float64)), dim=-1).numpy()
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    return torch.softmax(torch.from_numpy(np.asarray(logits, dtype=np.float64)), dim=-1).numpy()
 
 
-def predict_texts(model: Any, texts: Sequence[str | Mapping[str, Any] | Tree]) -> np.ndarray:
+def predict_texts(model: Any, texts: Sequence[str | Mapping[str, Any] | Thread]) -> np.ndarray:
     """Class probabilities [N, K] of some texts or threads (dicts with "nodes").
 
     A text is a thread without replies to a model of threads, and a thread is its root's text to a model of texts.
     """
-    if isinstance(texts, (str, Mapping, Tree)):
+    if isinstance(texts, (str, Mapping, Thread)):
         one = "text" if isinstance(texts, str) else "thread"
         raise RequestError(f"predict wants a list of texts or threads, got one {one}: put it in a list")
-    return probabilities(score(model, model.encode_trees([_tree(one, number) for number, one in enumerate(texts)])).scores)
+    return probabilities(
+        compute_logits(model, model.encode_threads([_tree(one, number) for number, one in enumerate(texts)])).logits
+    )
 
 
-def _tree(example: Any, number: int) -> Tree:
+def _tree(example: Any, number: int) -> Thread:
     if isinstance(example, str):
-        return Tree([example], [-1])
-    if isinstance(example, Tree):
+        return Thread([example], [-1])
+    if isinstance(example, Thread):
         example = {NODES: example}
     if isinstance(example, Mapping) and NODES in example:
-        return tree_of_row(example, f"position {number}")
+        return thread_of_row(example, f"position {number}")
     raise RequestError(f"predict wants texts or threads (dicts with 'nodes'), got {type(example).__name__} at position {number}")
 
 
@@ -164,10 +166,10 @@ def predict_file(
                 if clash := next((name for name in added if name in record), None):
                     raise _taken(path, clash, f" row {row}:")
             if threaded:
-                trees = [tree_of_row(record, f"{path}: row {row}") for row, record in block]
+                trees = [thread_of_row(record, f"{path}: row {row}") for row, record in block]
             else:
                 named = text_column is not None
-                trees = [Tree([text_cell(record, column, f"{path}: row {row}", named=named)], [-1]) for row, record in block]
+                trees = [Thread([text_cell(record, column, f"{path}: row {row}", named=named)], [-1]) for row, record in block]
             known = [number for number, tree in enumerate(trees) if not tree.blank]
             found = predict_texts(model, [trees[number] for number in known]) if known else np.zeros((0, len(model.classes)))
             given = dict(zip(known, found, strict=True))

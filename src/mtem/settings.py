@@ -13,6 +13,26 @@ from typing import Any
 
 from mtem.errors import RequestError
 
+# A setting's name before version 0.2.0 -> its name now.
+RENAMED = {
+    "clip": "max_grad_norm",
+    "coldest": "temperature_end",
+    "corruption": "mask_ratio",
+    "discriminator_rate": "discriminator_learning_rate_ratio",
+    "head_rate": "head_learning_rate_ratio",
+    "hottest": "temperature_start",
+    "index_rate": "index_learning_rate",
+    "pieces": "source_microbatches",
+    "prior": "target_class_prior",
+    "rate": "learning_rate",
+    "source_rate": "source_learning_rate",
+    "target_head_rate": "target_head_learning_rate_ratio",
+    "teacher": "ema_decay",
+    "virtual_rate": "virtual_learning_rate",
+    "warmup": "warmup_ratio",
+    "weight_rate": "weight_learning_rate",
+}
+
 
 def setting(
     default: Any,
@@ -36,6 +56,8 @@ def build(kinds: Mapping[str, type], values: Mapping[str, Any]) -> dict[str, Any
     known = {field.name: (part, field) for part, kind in kinds.items() for field in dataclasses.fields(kind)}
     chosen: dict[str, dict[str, Any]] = {part: {} for part in kinds}
     for name, value in values.items():
+        if name not in known and RENAMED.get(name) in known:
+            raise RequestError(f"unknown setting '{name}': it is called '{RENAMED[name]}' since version 0.2.0")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'? There are" if near else "there are"

@@ -7,7 +7,7 @@ Everything is computed in log space. With :math:`a = \psi - 1`, :math:`\ell_1 = 
     \frac{\partial \ell_\psi}{\partial \psi} = \ell_1^2 \, \varphi'(u), \qquad
     \varphi(u) = \frac{1 - e^{-u}}{u}.
 
-:math:`\varphi` is smooth through 0, where the printed formulas read 0/0; near 0 its power series is used. The functions
+:math:`\varphi` is differentiable_attention through 0, where the printed formulas read 0/0; near 0 its power series is used. The functions
 can be differentiated twice, in the probabilities and in the index, in reverse and in forward mode. float16 and
 bfloat16 are computed in float32; the result has the dtype of the probabilities.
 """

@@ -76,8 +76,8 @@ def bound(
         tokens = model.encode(corpus)
         rows = np.sort(random.permutation(len(corpus))[:texts])
         with progress.stage(f"bound: {name} texts", len(rows)):
-            scores = inference.score(model, tokens, rows, features=True, progress=progress)
-        seen[name] = (rows, torch.from_numpy(inference.probabilities(scores.scores)), scores.features)
+            scores = inference.compute_logits(model, tokens, rows, features=True, progress=progress)
+        seen[name] = (rows, torch.from_numpy(inference.probabilities(scores.logits)), scores.features)
         tried = random.permutation(rows)[:attacked]
         with progress.stage(f"bound: perturbed {name} texts", len(tried)):
             broken += flipped(model, tokens, tried, radii, seed, progress) * len(rows) / len(tried)
@@ -152,7 +152,7 @@ def flipped(model: Model, tokens: Any, rows: np.ndarray, radii: Sequence[float],
     counts, done = np.zeros(len(radii)), 0
     for batch in sequential(np.asarray(tokens.lengths)[rows], tokens_per_batch=inference.TOKENS_PER_BATCH // 4):
         inputs = model.prepare(model.collate(tokens, rows[batch]))
-        values = model.perturbable(inputs)
+        values = model.input_embeddings(inputs)
         noise = torch.zeros_like(values, requires_grad=True)
         scores = model({**inputs, "noise": noise})
         classes = scores.argmax(dim=1)

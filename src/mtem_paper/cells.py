@@ -26,7 +26,7 @@ def protocol_of(setting: str, prior: str, oracle: bool) -> int:
 
 def current_protocol(result: Mapping[str, Any]) -> int:
     """What a result's protocol would be today."""
-    return protocol_of(result["setting"], result["settings"].get("prior", "none"), result["oracle"])
+    return protocol_of(result["setting"], result["settings"].get("target_class_prior", "none"), result["oracle"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def protocol(self) -> int:
-        return protocol_of(self.setting, self.changed.get("prior", "none"), self.oracle)
+        return protocol_of(self.setting, self.changed.get("target_class_prior", "none"), self.oracle)
 
     @property
     def address(self) -> Path:

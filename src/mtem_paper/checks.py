@@ -96,7 +96,7 @@ def _groups(cells: Sequence[Cell]) -> list[tuple[list[str], list[Cell]]]:
 def estimates(cells: Sequence[Cell]) -> str:
     rows, counted = [], []
     for (where, methods), found in _groups(cells):
-        assumed = [cell for cell in found if cell["settings"].get("prior", "none") != "none"]
+        assumed = [cell for cell in found if cell["settings"].get("target_class_prior", "none") != "none"]
         groups = {methods: found}
         if methods == "all":
             counted += found

@@ -184,14 +184,21 @@ class Bench:
             own = {field.name for field in dataclasses.fields(MtemSettings)}
             settings = {name: value for name, value in PAPER.items() if name in own}
             settings |= {"engine": case.engine.split(",")[0], "virtual_step": "at theta" not in case.engine}
-            settings["pieces"] = 2 if "pieces 2" in case.engine else 1
+            settings["source_microbatches"] = 2 if "pieces 2" in case.engine else 1
             self.method = Probe(model, MtemSettings(**settings), context)
             self.method.labels = target.labels
         model.eval()
         model.train = lambda mode=True: model  # no dropout, whatever the method asks for
-        settings = TrainingSettings(clip=0.0, schedule="constant", warmup=0.0)
+        settings = TrainingSettings(max_grad_norm=0.0, schedule="constant", warmup_ratio=0.0)
         self.trainer = Trainer(
-            self.method, settings, name="cost", steps=1, rate=RATE, source=None, target=None, progress=Progress(quiet=True)
+            self.method,
+            settings,
+            name="cost",
+            steps=1,
+            learning_rate=RATE,
+            source=None,
+            target=None,
+            progress=Progress(quiet=True),
         )
         self.source, self.target = source, Batch(target.inputs, None, target.rows)
 
@@ -208,7 +215,7 @@ class Bench:
 
     def gradient(self) -> Tensor:
         """The index gradient at the weights the model was made with."""
-        self.method.step(0, self.source, self.target, lambda loss, between=None, gradients=None: None)
+        self.method.step(0, self.source, self.target, lambda loss, before_step=None, gradients=None: None)
         return self.method.gradient
 
     def timed(self) -> float:

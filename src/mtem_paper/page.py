@@ -110,7 +110,9 @@ def _opening(results: Path, cells: Sequence[Cell], boards: Mapping[tables.Place,
 
 def source_of(cell: Cell) -> tuple[Any, ...]:
     """What cells share that begin from the same source model, corrected alike."""
-    return *(cell[name] for name in ("dataset", "model", "pool", "setting", "target", "seed")), cell["settings"].get("prior")
+    return *(cell[name] for name in ("dataset", "model", "pool", "setting", "target", "seed")), cell["settings"].get(
+        "target_class_prior"
+    )
 
 
 def _source_models(cells: Sequence[Cell]) -> list[str]:
@@ -122,9 +124,9 @@ def _source_models(cells: Sequence[Cell]) -> list[str]:
         means: dict[tuple[Any, ...], list[float]] = {}
         for cell in of(fair, dataset=dataset, model=model):
             found.setdefault(source_of(cell), set()).add(cell["source_score"])
-            means.setdefault((cell["pool"], cell["setting"], cell["settings"].get("prior"), cell["variant"]), []).append(
-                cell["source_score"]
-            )
+            means.setdefault(
+                (cell["pool"], cell["setting"], cell["settings"].get("target_class_prior"), cell["variant"]), []
+            ).append(cell["source_score"])
         apart = [max(scores) - min(scores) for scores in found.values() if len(scores) > 1]
         if apart:
             most = {key: max(len(own) for other, own in means.items() if other[:3] == key[:3]) for key in means}
@@ -386,7 +388,7 @@ def _verdict(case_study: Mapping[str, Any]) -> str:
         ends = summary["ends"]
         low, high = (f"{100 * ends[end]['share']:.1f}" for end in ("smallest", "largest"))
         told += (
-            f" by ± {chosen['index_rate']:g}, the sign of its gradient: a coin in its place would leave "
+            f" by ± {chosen['index_learning_rate']:g}, the sign of its gradient: a coin in its place would leave "
             f"{100 * 0.5**passes:.0f} % of the texts at either end, and here {low} and {high} % are there"
         )
     told += f"; the predictions are those of the chosen step, {case_study['chosen_step']}.\n"

@@ -19,7 +19,7 @@ UNSUPERVISED = "unsupervised"
 SETTINGS = (UNSUPERVISED, SEMI_SUPERVISED)
 FACTORS = (1.0, 2.5)  # the search: learning rates of the adaptation, relative to the variant's own
 # What no score depends on, or what the search and the seed set.
-FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "rate", "seed")
+FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "learning_rate", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +57,10 @@ VARIANTS: dict[str, Variant] = {
     "out": Variant("source-only"),
     **{name: Variant(name) for name in ("dann", "fixmatch", "cst", "mme", "biat", "wind", "mtem")},
     "mtem-paper": Variant("mtem", "paper"),
-    "out-as-is": Variant("source-only", given={"prior": "none"}, datasets=("pheme",)),
-    "mtem-as-is": Variant("mtem", given={"prior": "none"}, datasets=("pheme",)),
+    "out-as-is": Variant("source-only", given={"target_class_prior": "none"}, datasets=("pheme",)),
+    "mtem-as-is": Variant("mtem", given={"target_class_prior": "none"}, datasets=("pheme",)),
     "oracle": Variant("source-only", oracle=True),
-    "oracle-as-is": Variant("source-only", given={"prior": "none"}, oracle=True, datasets=("pheme",)),
+    "oracle-as-is": Variant("source-only", given={"target_class_prior": "none"}, oracle=True, datasets=("pheme",)),
     "mtem-without-meta": Variant("mtem", given={"meta": False}),
     "mtem-without-annealing": Variant("mtem", given={"annealing": False}),
     "mtem-without-sampling": Variant("mtem", given={"sampling": False}),

@@ -133,7 +133,7 @@ BATCH_SIZE_NOTES = (
     "batches of 10 and 20 end below the unadapted model (Out .895 in Table 2)",
 )
 
-# Threads of each event, rumours and all of them (Appendix D).
+# EncodedThreads of each event, rumours and all of them (Appendix D).
 EVENT_SIZES = {
     "charliehebdo": (458, 2079),
     "ferguson": (284, 1143),

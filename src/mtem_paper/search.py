@@ -49,10 +49,10 @@ class Group:
         self.few = self.all_labels = None
         semi = cell.setting == SEMI_SUPERVISED
         if semi:
-            self.few = load_corpus((division.few, division.few_labels), labeled=True, name="few", domain=cell.target)
+            self.few = load_corpus((division.few, division.target_labeled_labels), labeled=True, name="few", domain=cell.target)
         if division.unlabeled_labels is not None:
             known = division.unlabeled + (division.few if semi else [])
-            labels = division.unlabeled_labels + (division.few_labels if semi else [])
+            labels = division.unlabeled_labels + (division.target_labeled_labels if semi else [])
             self.all_labels = load_corpus((known, labels), labeled=True, name="oracle", domain=cell.target)
         self.test = load_corpus(division.test, labeled=False, name="test", domain=cell.target)
         self.classes = self.source.classes
@@ -64,7 +64,7 @@ class Group:
     def begin(self, cell: Cell) -> Adapted:
         """theta_1, trained once: the same for all methods but those with a head of their own, and the oracle."""
         kind = methods.get(cell.method)
-        own = kind.adjust.__func__ is not Method.adjust.__func__
+        own = kind.prepare_model.__func__ is not Method.prepare_model.__func__
         key = cell.variant if own or cell.oracle else ""
         if key not in self._begun:
             method = cell.method if own else "source-only"
@@ -134,7 +134,7 @@ class Watch:
         """Figures and predictions on the test set."""
         if self.tokens is None:
             self.tokens = model.encode(self.group.test)
-        return judged(self.group, inference.score(model, self.tokens).scores)
+        return judged(self.group, inference.compute_logits(model, self.tokens).logits)
 
 
 def headline(group: Group, found: metrics.Metrics) -> float:
@@ -149,19 +149,24 @@ def solve(cell: Cell, group: Group) -> dict[str, Any]:
         return cross_fitted(cell, group)
     theta = group.begin(cell)
     begun = time.monotonic()
-    own = find_settings(group.model, cell.method, cell.preset, cell.given)["training"].rate
-    rate = theta.record["resolved"]["rate"] if own is None else own
+    own = find_settings(group.model, cell.method, cell.preset, cell.given)["training"].learning_rate
+    rate = theta.record["resolved"]["learning_rate"] if own is None else own
     search: list[dict[str, Any]] = []
     best: tuple[Adapted, Watch] | None = None
     for factor in cell.factors:
         started, watch = time.monotonic(), Watch(group)
         adapted = group.adapt(
-            cell, cell.method, {**cell.given, "rate": rate * factor}, preset=cell.preset, source_model=theta, observe=watch
+            cell,
+            cell.method,
+            {**cell.given, "learning_rate": rate * factor},
+            preset=cell.preset,
+            source_model=theta,
+            observe=watch,
         )
         step = adapted.record["selection"]["chosen_step"]
         chosen = next(entry for entry in watch.candidates if entry["step"] == step)
         entry = {
-            "settings": {"rate": rate * factor}, "chosen_step": step, "criterion_score": chosen["criterion_score"],
+            "settings": {"learning_rate": rate * factor}, "chosen_step": step, "criterion_score": chosen["criterion_score"],
             "score": chosen["score"], "candidates": watch.candidates, "seconds": round(time.monotonic() - started, 2),
         }  # fmt: skip
         if best is None or entry["criterion_score"] > max(other["criterion_score"] for other in search):
@@ -184,12 +189,12 @@ def cross_fitted(cell: Cell, group: Group) -> dict[str, Any]:
     halves = half, np.setdiff1d(np.arange(count), half)
     given = {**cell.given, "steps": 0, **alone(cell)}
     scores = np.zeros((count, len(group.classes)), dtype=np.float32)
-    few = (division.few, division.few_labels) if group.few is not None else ([], [])
+    few = (division.few, division.target_labeled_labels) if group.few is not None else ([], [])
     for rows, others in (halves, halves[::-1]):
         known = [division.test[i] for i in others] + few[0], [division.truth[i] for i in others] + few[1]
         labeled = load_corpus(known, labeled=True, name="oracle", domain=cell.target)
         adapted = group.adapt(cell, cell.method, given, labeled, preset=cell.preset)
-        scores[rows] = inference.score(adapted.model, adapted.model.encode(group.test), rows).scores
+        scores[rows] = inference.compute_logits(adapted.model, adapted.model.encode(group.test), rows).logits
     watch = Watch(group)
     found, predicted = judged(group, scores)
     watch.candidates.append({"step": 0, "criterion_score": 0.0, "score": headline(group, found)})

@@ -45,7 +45,7 @@ class Target:
 @dataclasses.dataclass(frozen=True)
 class Division:
     few: list[Any]
-    few_labels: list[str]
+    target_labeled_labels: list[str]
     unlabeled: list[Any]
     unlabeled_labels: list[str] | None  # for the oracle alone; None: nobody knows them
     test: list[Any]

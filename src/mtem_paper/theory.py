@@ -6,7 +6,7 @@ Theorem 1 says of the entropy indexes, Theorem 2 of the model,
     \min_{t \le T} \mathbb{E} \lVert \nabla_\psi \mathcal{L}_S(\hat\theta_t(\psi_t) | D_S) \rVert^2 = O(T^{-1/3}), \qquad
     \lim_{t \to \infty} \mathbb{E} \lVert \nabla_\theta \mathcal{L}_T(\theta_t, \psi_{t+1} | D_T^u) \rVert^2 = 0.
 
-`reproduce` runs Algorithm 1 as printed, with the rates of Assumption 2, on a model as smooth as the theory wants it, and
+`reproduce` runs Algorithm 1 as printed, with the rates of Assumption 2, on a model as differentiable_attention as the theory wants it, and
 measures both on all of the data. The proofs do not establish either statement (docs/errata.md), so what is measured is what one
 run did. Since :math:`\hat\theta(\psi) = \theta - \eta_t \nabla_\theta \mathcal{L}_T`, the first gradient has the factor
 :math:`\eta_t = k_1 / t` whatever the indexes do; a second curve takes it out, and a second case never moves an index.
@@ -45,9 +45,9 @@ TARGET = "kitchen"
 PROMISED = 1 / 3
 # The paper's constants for its smaller model; rates at which a perceptron gets somewhere; the same with indexes that stay at 2.
 CASES: dict[str, dict[str, Any]] = {
-    "paper": {"rate": 5e-3, "index_rate": 0.1},
-    "larger": {"rate": 1.0, "index_rate": 10.0},
-    "fixed": {"rate": 1.0, "meta": False},
+    "paper": {"learning_rate": 5e-3, "index_learning_rate": 0.1},
+    "larger": {"learning_rate": 1.0, "index_learning_rate": 10.0},
+    "fixed": {"learning_rate": 1.0, "meta": False},
 }
 # name of a curve -> (what it shows, the exponent that a theorem promises or None)
 CURVES: dict[str, tuple[str, float | None]] = {
@@ -76,7 +76,7 @@ class Words(NamedTuple):
 
 
 class Perceptron(Model):
-    """TF-IDF, one hidden layer with tanh, softmax: as smooth as the theory asks, with bounds where the weights have them."""
+    """TF-IDF, one hidden layer with tanh, softmax: as differentiable_attention as the theory asks, with bounds where the weights have them."""
 
     head_path = "network.2"
 
@@ -94,7 +94,7 @@ class Perceptron(Model):
     def prepare(self, inputs: Inputs) -> Inputs:
         return inputs
 
-    def smooth(self) -> contextlib.AbstractContextManager[None]:
+    def differentiable_attention(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
@@ -143,7 +143,10 @@ def reproduce(
             "algorithm": "Algorithm 1 as printed (preset paper) with the rates of Assumption 2; the measured gradients are exact",
             "model": f"TF-IDF of {source.values.shape[1]} words, {hidden} hidden units with tanh, softmax",
             "data": f"Amazon reviews: {len(source)} labeled of {', '.join(read.sources)}, {len(target)} unlabeled of {TARGET}",
-            "cases": {case: {"k1": changes["rate"], "k2": changes.get("index_rate", 0.0)} for case, changes in CASES.items()},
+            "cases": {
+                case: {"k1": changes["learning_rate"], "k2": changes.get("index_learning_rate", 0.0)}
+                for case, changes in CASES.items()
+            },
             "steps": steps,
             "seeds": list(seeds),
             "names": {name: what for name, (what, _) in CURVES.items()},
@@ -180,7 +183,7 @@ def observed(
     first = SourceOnly(model, SourceOnlySettings(), context)
     count = round(training.source_epochs * source_stream.per_epoch)
     kinds = {"optimizer": "adamw", "schedule": "linear"}
-    Trainer(first, training, name="source", steps=count, rate=1e-2, target=None, **kinds, **shared).run()
+    Trainer(first, training, name="source", steps=count, learning_rate=1e-2, target=None, **kinds, **shared).run()
 
     method = Mtem(model, parts["method"], context)
     wanted = set(np.geomspace(1, steps, points).round().astype(int).tolist())
@@ -188,12 +191,14 @@ def observed(
 
     def look(done: int) -> None:
         if done + 1 in wanted:  # what step t = done + 1 starts from
-            for name, value in measured(method, done + 1, trainer.base_rate, *whole).items():
+            for name, value in measured(method, done + 1, trainer.base_learning_rate, *whole).items():
                 found.setdefault(name, []).append(value)
 
     name = f"{case}, seed {seed}"
-    trainer = Trainer(method, training, name=name, steps=steps, rate=training.rate, target=target_stream, after=look, **shared)
-    context.rate = trainer.rate
+    trainer = Trainer(
+        method, training, name=name, steps=steps, learning_rate=training.learning_rate, target=target_stream, after=look, **shared
+    )
+    context.learning_rate = trainer.learning_rate
     look(0)
     trainer.run()
     found["index"] = [float(method.index.min()), float(method.index.max())]

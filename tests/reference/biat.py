@@ -26,7 +26,7 @@ class Constants(NamedTuple):
     epsilon: float
     xi: float
     eta: float
-    target_head_rate: float
+    target_head_learning_rate_ratio: float
 
 
 def probabilities(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -112,6 +112,6 @@ def step(
     for (name, value), (shared, game) in zip(theta.items(), found, strict=False):
         gradient = shared - game if name in head else shared + game  # the head raises the entropy, the encoder lowers it
         moved_theta[name] = (value - constants.eta * gradient).detach()
-    rate = constants.eta * constants.target_head_rate
+    rate = constants.eta * constants.target_head_learning_rate_ratio
     weight, bias = ((value - rate * shared).detach() for value, (shared, _) in zip(own, found[-2:], strict=True))
     return moved_theta, (weight, bias)

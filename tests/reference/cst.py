@@ -94,11 +94,11 @@ def loss(
     strong: dict[str, Tensor], constants: Constants,
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
     """L at theta, and the pseudo labels there."""
-    source_scores, source_features = both(theta, source)
+    source_logits, source_features = both(theta, source)
     scores, features = both(theta, plain)
     pseudo = scores.argmax(dim=1).tolist()
     weights = tsallis_weights(scores, constants.temperature)
-    total = source_loss(source_scores, labels)
+    total = source_loss(source_logits, labels)
     total = total + constants.a * tsallis(scores, constants.temperature, constants.alpha, weights)
     rest = (pseudo, scores.shape[1], constants.ridge)
     total = total + constants.b * reverse(source_features, labels.tolist(), features, *rest)

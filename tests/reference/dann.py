@@ -32,7 +32,7 @@ def step(
     labeled: list[tuple[dict[str, Tensor], int, bool]],
     unlabeled: list[dict[str, Tensor]],
     rate: float,
-    discriminator_rate: float,
+    discriminator_learning_rate_ratio: float,
     scale: float,
     layers: list[int],
 ) -> None:
@@ -40,7 +40,7 @@ def step(
     theta = model.trainable()
     class_losses, source_losses, target_losses = [], [], []
     for inputs, label, from_target in labeled:
-        scores, features = model.scores_and_features(inputs)
+        scores, features = model.logits_and_features(inputs)
         class_losses.append(-torch.log(torch.softmax(scores[0], dim=0)[label]))
         chance = discriminate(discriminator, features[0], layers)
         if from_target:
@@ -48,7 +48,7 @@ def step(
         else:
             source_losses.append(-torch.log(chance))
     for inputs in unlabeled:
-        _, features = model.scores_and_features(inputs)
+        _, features = model.logits_and_features(inputs)
         target_losses.append(-torch.log(1 - discriminate(discriminator, features[0], layers)))
     class_loss = sum(class_losses) / len(class_losses)
     domain_loss = sum(source_losses) / len(source_losses) / 2 + sum(target_losses) / len(target_losses) / 2
@@ -61,4 +61,4 @@ def step(
         for value, first, second in zip(theta.values(), of_class, of_domain, strict=True):
             value -= rate * (first - scale * second)
         for value, slope in zip(discriminator.values(), of_guess, strict=True):
-            value -= rate * discriminator_rate * slope
+            value -= rate * discriminator_learning_rate_ratio * slope

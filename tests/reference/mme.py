@@ -10,7 +10,7 @@ from torch import Tensor
 
 def probabilities(model: Any, inputs: dict[str, Tensor], temperature: float) -> list[Tensor]:
     """softmax(W f / (T |f|)) of a single example."""
-    _, features = model.scores_and_features(inputs)
+    _, features = model.logits_and_features(inputs)
     feature = features[0]
     length = torch.sqrt(sum(value * value for value in feature))
     powers = [torch.exp((row @ feature) / length / temperature) for row in model.head.weight]
@@ -22,7 +22,7 @@ def step(
     labeled: list[tuple[dict[str, Tensor], int]],
     unlabeled: list[dict[str, Tensor]],
     rate: float,
-    head_rate: float,
+    head_learning_rate_ratio: float,
     weight: float,
     temperature: float,
 ) -> tuple[float, float]:
@@ -35,7 +35,7 @@ def step(
     loss = sum(-torch.log(chance) for chance in chances) / len(chances)
     slopes = torch.autograd.grad(loss, [head, *encoder])
     with torch.no_grad():
-        head -= rate * head_rate * slopes[0]
+        head -= rate * head_learning_rate_ratio * slopes[0]
         for value, slope in zip(encoder, slopes[1:], strict=True):
             value -= rate * slope
 
@@ -44,7 +44,7 @@ def step(
     entropy = sum(entropies) / len(entropies)
     slopes = torch.autograd.grad(entropy, [head, *encoder])
     with torch.no_grad():
-        head += rate * head_rate * weight * slopes[0]
+        head += rate * head_learning_rate_ratio * weight * slopes[0]
         for value, slope in zip(encoder, slopes[1:], strict=True):
             value -= rate * weight * slope
     return float(loss.detach()), float(entropy.detach())

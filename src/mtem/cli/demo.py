@@ -23,13 +23,13 @@ SETTINGS: dict[str, Any] = {
     "batch_size": 32,
     "frozen_layers": -2,
     "source_epochs": 2,
-    "source_rate": 1e-3,
+    "source_learning_rate": 1e-3,
     "steps": 28,
-    "rate": 3e-4,
+    "learning_rate": 3e-4,
     "evaluations": 3,
     # With less than one visit per text the sign alone would leave three values of the index; the soft sign grades them.
     "index_step": "soft",
-    "index_rate": 1.0,
+    "index_learning_rate": 1.0,
 }
 
 
@@ -53,7 +53,7 @@ def show(adapted: Adapted, console: Console, progress: Progress) -> None:
             continue
         tokens = model.encode(test)
         with progress.stage(f"testing the model {name} the adaptation", len(tokens)):
-            scores = inference.score(model, tokens, progress=progress).scores
+            scores = inference.compute_logits(model, tokens, progress=progress).logits
         figures = metrics.evaluate(test.label_numbers(adapted.classes), scores.argmax(axis=1), adapted.classes)
         guess = estimates.get(name)
         told = "no estimate without labels"

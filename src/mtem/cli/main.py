@@ -190,7 +190,7 @@ def evaluate(
     for name, model in models.items():
         tokens = model.encode(corpus)
         with progress.stage(f"evaluating ({name} adaptation)" if compare else "evaluating", len(tokens)):
-            scores = inference.score(model, tokens, progress=progress).scores
+            scores = inference.compute_logits(model, tokens, progress=progress).logits
         found[name] = metrics.evaluate(labels, scores.argmax(axis=1), adapted.classes, inference.probabilities(scores))
     if as_json:
         result = {name: value.to_dict() for name, value in found.items()}

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mtem.data.cache import cache_folder, fingerprint_of, stored_table
-from mtem.data.threads import Tree, dump, parse
+from mtem.data.threads import Thread, dump, parse
 from mtem.data.values import encodable
 from mtem.errors import RequestError
 
@@ -113,10 +113,10 @@ class Corpus:
         """The texts at `indices` (all without it), in that order; of threads, the roots'."""
         return self._strings("text", indices)
 
-    def trees(self, indices: Iterable[int] | None = None) -> list[Tree]:
+    def trees(self, indices: Iterable[int] | None = None) -> list[Thread]:
         """The threads at `indices` (all without it), in that order; a text alone is a thread without replies."""
         if not self.threaded:
-            return [Tree([text], [-1]) for text in self.texts(indices)]
+            return [Thread([text], [-1]) for text in self.texts(indices)]
         return [parse(string) for string in self._strings("tree", indices)]
 
     @cached_property

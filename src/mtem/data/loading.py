@@ -58,7 +58,7 @@ def load_corpus(
         A path; a pandas DataFrame; a Hugging Face Dataset; a list of texts; a pair (texts, labels); a Corpus; a list of any
         of these; or a dict that gives each a domain name. A string alone is a path; a list of strings are paths if they all
         look like data files or one of them exists, else texts. A table with a column `nodes` of lists holds threads (see
-        `mtem.data.threads`); in lists a thread, as a dict with `nodes` and maybe `label` or as a Tree, stands where a text would.
+        `mtem.data.threads`); in lists a thread, as a dict with `nodes` and maybe `label` or as a Thread, stands where a text would.
     labeled
         Whether labels are wanted. If not, a label column is ignored and a notice says so.
     text_column, label_column
@@ -92,7 +92,7 @@ def _load(data: Any, request: _Request) -> Corpus:
         return _from_corpus(data, request)
     if isinstance(data, (str, Path)):
         return _from_file(data, request)
-    if isinstance(data, threads.Tree):
+    if isinstance(data, threads.Thread):
         data = [data]
     if isinstance(data, Mapping):
         if not data:
@@ -125,7 +125,7 @@ def _as_list(data: Any) -> list[Any] | None:
 
 def _is_data(item: Any) -> bool:
     """Whether an item of a list is data of its own; a pair of strings is not: more likely it is meant as (text, label)."""
-    if isinstance(item, tuple) and not isinstance(item, threads.Tree):
+    if isinstance(item, tuple) and not isinstance(item, threads.Thread):
         return len(item) == 2 and not any(isinstance(part, str) for part in item)
     return isinstance(item, (Path, Corpus)) or (hasattr(item, "columns") and hasattr(item, "iloc")) or _is_dataset(item)
 
@@ -228,7 +228,7 @@ def _from_frame(data: Any, request: _Request) -> Corpus:
 
 def _from_list(items: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
     first = items[0] if items else None
-    if isinstance(first, threads.Tree) or (isinstance(first, Mapping) and threads.NODES in first):
+    if isinstance(first, threads.Thread) or (isinstance(first, Mapping) and threads.NODES in first):
         return _from_threads(items, labels, request)
     return _from_texts(items, labels, request)
 
@@ -239,9 +239,9 @@ def _from_threads(items: list[Any], labels: list[Any] | None, request: _Request)
         raise RequestError(f"{name}: {len(items)} threads but {len(labels)} labels; give one label per thread")
     records: list[dict[str, Any]] = []
     for row, thread in enumerate(items):
-        if not isinstance(thread, (threads.Tree, Mapping)):
+        if not isinstance(thread, (threads.Thread, Mapping)):
             raise RequestError(f"{name}: row {row}: is a {type(thread).__name__} and row 0 a thread; give threads alone")
-        record = {threads.NODES: thread} if isinstance(thread, threads.Tree) else dict(thread)
+        record = {threads.NODES: thread} if isinstance(thread, threads.Thread) else dict(thread)
         records.append(record if labels is None else {**record, "label": labels[row]})
     named = request.label_column if labels is None else "label"
     label = find_column(records[0], "label", named, name, needed=request.labeled, taken=threads.NODES)

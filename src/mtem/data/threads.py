@@ -1,4 +1,4 @@
-"""Threads: a post and the replies to it, as a tree.
+"""EncodedThreads: a post and the replies to it, as a tree.
 
 In files a thread is an object with a list of posts, each naming the one it replies to, in any order:
 
@@ -23,7 +23,7 @@ from mtem.errors import RequestError
 NODES = "nodes"
 
 
-class Tree(NamedTuple):
+class Thread(NamedTuple):
     """A post and its replies; every post stands after the one it replies to.
 
     Attributes
@@ -86,29 +86,29 @@ _TOLD = {
 }
 
 
-def dump(tree: Tree) -> str:
+def dump(tree: Thread) -> str:
     """The tree as compact JSON: [[parent, text], ...]."""
     pairs = list(zip(tree.parents, tree.texts, strict=True))
     return json.dumps(pairs, ensure_ascii=False, separators=(",", ":"))
 
 
-def parse(string: str) -> Tree:
+def parse(string: str) -> Thread:
     """The tree that `dump` wrote."""
     pairs = json.loads(string)
-    return Tree([text for _, text in pairs], [parent for parent, _ in pairs])
+    return Thread([text for _, text in pairs], [parent for parent, _ in pairs])
 
 
-def tree_of_row(row: Mapping[str, Any], where: str) -> Tree:
+def thread_of_row(row: Mapping[str, Any], where: str) -> Thread:
     """The tree of a row with `nodes`, for a reader of rows to whom repairs do not matter; `where` names the row."""
     return read(row, where)[0]
 
 
-def read(row: Mapping[str, Any], where: str) -> tuple[Tree, Repairs]:
-    """The tree of a row with `nodes` (a list, JSON that spells one, or a Tree), and what was mended in it."""
+def read(row: Mapping[str, Any], where: str) -> tuple[Thread, Repairs]:
+    """The tree of a row with `nodes` (a list, JSON that spells one, or a Thread), and what was mended in it."""
     nodes = row.get(NODES)
     if not is_missing(row.get("id")):
         where = f"{where}, thread {str(row['id'])!r}"
-    if isinstance(nodes, Tree):
+    if isinstance(nodes, Thread):
         return _checked(nodes, where), Repairs()
     if is_missing(nodes) or (isinstance(nodes, str) and not nodes.strip()):
         raise RequestError(f"{where}: has no {NODES!r}; every row must be a thread with the list of its posts")
@@ -120,7 +120,7 @@ def read(row: Mapping[str, Any], where: str) -> tuple[Tree, Repairs]:
     return build(nodes, where)
 
 
-def _checked(tree: Tree, where: str) -> Tree:
+def _checked(tree: Thread, where: str) -> Thread:
     if not tree.texts:
         raise RequestError(f"{where}: the thread is empty; give at least one post")
     if len(tree.texts) != len(tree.parents):
@@ -128,7 +128,7 @@ def _checked(tree: Tree, where: str) -> Tree:
     for position, parent in enumerate(tree.parents):
         if not (parent == -1 if position == 0 else 0 <= parent < position):
             raise RequestError(f"{where}, node {position}: parent {parent} is not the position of an earlier post (root: -1)")
-    return Tree([_text(text, f"{where}, node {position}") for position, text in enumerate(tree.texts)], list(tree.parents))
+    return Thread([_text(text, f"{where}, node {position}") for position, text in enumerate(tree.texts)], list(tree.parents))
 
 
 class _Post(NamedTuple):
@@ -138,7 +138,7 @@ class _Post(NamedTuple):
     orphan: bool
 
 
-def build(nodes: Any, where: str) -> tuple[Tree, Repairs]:
+def build(nodes: Any, where: str) -> tuple[Thread, Repairs]:
     """The tree of a thread's posts, and what was mended in it.
 
     Parameters
@@ -177,7 +177,7 @@ def build(nodes: Any, where: str) -> tuple[Tree, Repairs]:
     if len(order) < len(posts):
         raise _circle(posts, parents, sorted(set(range(len(posts))) - set(order)), where)
     rank = {position: number for number, position in enumerate(order)}
-    return Tree([posts[i].text for i in order], [rank.get(parents[i], -1) for i in order]), repairs
+    return Thread([posts[i].text for i in order], [rank.get(parents[i], -1) for i in order]), repairs
 
 
 def ordered(parents: Sequence[int]) -> list[int]:

@@ -50,7 +50,7 @@ _TOLD = {
 def prepare(source: str | Path, to: str | Path) -> list[str]:
     """Read the data set at `source` and write one file per event, `<event>.jsonl.gz`, into the folder `to`.
 
-    A line is a thread, {"id", "label", "nodes"}; a node a tweet, {"id", "parent", "text", "time"}. Threads are in the order of
+    A line is a thread, {"id", "label", "nodes"}; a node a tweet, {"id", "parent", "text", "time"}. EncodedThreads are in the order of
     their ids; in each the source tweet comes first, the others in the order of their ids, which is that of time. A tweet
     whose parent is not in the thread hangs from the source tweet and carries "orphan": true. Everything is read before
     anything is written.

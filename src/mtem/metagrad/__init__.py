@@ -3,7 +3,7 @@
 from mtem.metagrad.autograd import (
     ENGINES,
     TSALLIS,
-    Inner,
+    InnerLoss,
     MetaGradient,
     Params,
     index_gradient,
@@ -15,7 +15,7 @@ from mtem.metagrad.autograd import (
 __all__ = [
     "ENGINES",
     "TSALLIS",
-    "Inner",
+    "InnerLoss",
     "MetaGradient",
     "Params",
     "index_gradient",

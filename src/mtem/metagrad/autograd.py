@@ -43,7 +43,7 @@ class MetaGradient(NamedTuple):
     source_loss: Tensor
 
 
-class Inner(NamedTuple):
+class InnerLoss(NamedTuple):
     """The loss of the virtual step, as a function of what the outer loop learns: one number for each example.
 
     It depends on an example through the log-probability of its label. All take ``log_probs [N, K]``, ``labels [N]`` and the
@@ -63,7 +63,7 @@ def _tsallis_mixed(log_probs: Tensor, slopes: Tensor, labels: Tensor, index: Ten
     return weight * slopes / len(labels)
 
 
-TSALLIS = Inner(
+TSALLIS = InnerLoss(
     lambda log_probs, labels, index: tsallis.loss(log_probs, labels, index).mean(),
     lambda log_probs, labels, index: tsallis.pseudo_weight(log_probs, labels, index) / len(labels),
     lambda log_probs, labels, index: tsallis.index_gradient(log_probs, labels, index) / len(labels),
@@ -83,19 +83,19 @@ def index_gradient(
     labels: Tensor,
     index: float | Tensor,
     source_loss: Callable[[Params], Tensor],
-    rate: float,
+    learning_rate: float,
     engine: str = "forward",
     *,
-    smooth: Callable[[], AbstractContextManager[Any]] = math_attention,
+    differentiable_attention: Callable[[], AbstractContextManager[Any]] = math_attention,
     step: float = 0.01,
     virtual_step: bool = True,
 ) -> Tensor:
-    """The derivative of ``source_loss(params - rate * grad of the mean Tsallis loss)`` in each index, float32 ``[N]``.
+    """The derivative of ``source_loss(params - learning_rate * grad of the mean Tsallis loss)`` in each index, float32 ``[N]``.
 
     See :func:`meta_gradient`, which also returns that source loss.
     """
-    options = {"smooth": smooth, "step": step, "virtual_step": virtual_step}
-    return meta_gradient(logits, params, batch, labels, index, source_loss, rate, engine, **options).gradient
+    options = {"differentiable_attention": differentiable_attention, "step": step, "virtual_step": virtual_step}
+    return meta_gradient(logits, params, batch, labels, index, source_loss, learning_rate, engine, **options).gradient
 
 
 def meta_gradient(
@@ -105,20 +105,20 @@ def meta_gradient(
     labels: Tensor,
     index: float | Tensor,
     source_loss: Callable[[Params], Tensor],
-    rate: float,
+    learning_rate: float,
     engine: str = "forward",
     *,
-    smooth: Callable[[], AbstractContextManager[Any]] = math_attention,
+    differentiable_attention: Callable[[], AbstractContextManager[Any]] = math_attention,
     step: float = 0.01,
     virtual_step: bool = True,
-    inner: Inner = TSALLIS,
+    inner: InnerLoss = TSALLIS,
 ) -> MetaGradient:
     r"""The entropy-index gradient and the source loss at the virtual step. No ``.grad`` and no graph is left behind.
 
     Every call of ``logits`` and ``source_loss`` starts from the random state found on entry, so that dropout draws the
     same masks in all passes, and that state is put back at the end: an update that follows repeats the virtual step's
     masks. Two kernels need not turn one state into the same masks, though: fused attention draws its dropout otherwise
-    than the plain arithmetic of ``smooth``. Exactness wants attention dropout off in these passes.
+    than the plain arithmetic of ``differentiable_attention``. Exactness wants attention dropout off in these passes.
 
     Args:
         logits: ``logits(params, batch)`` -> ``[N, K]``, a pure function of the parameters.
@@ -127,9 +127,9 @@ def meta_gradient(
         labels: pseudo labels :math:`\tilde{y}`, integers ``[N]``.
         index: :math:`\psi`, one per row ``[N]`` (a single number stands for all of them).
         source_loss: ``source_loss(params)`` -> scalar, :math:`\mathcal{L}_S` on a batch of source data.
-        rate: :math:`\eta` of the virtual step, a plain gradient step.
+        learning_rate: :math:`\eta` of the virtual step, a plain gradient step.
         engine: a name in :data:`ENGINES`.
-        smooth: makes the context manager around the one pass that is differentiated in forward mode (``forward``) or
+        differentiable_attention: makes the context manager around the one pass that is differentiated in forward mode (``forward``) or
             twice (``second-order``). A model with other attention kernels than PyTorch's brings its own.
         step: ``taylor``'s :math:`\epsilon \lVert v \rVert`: how far it moves the parameters.
         virtual_step: take v at :math:`\hat\theta`. Otherwise at :math:`\theta`, which saves ``forward`` and ``taylor``
@@ -151,8 +151,8 @@ def meta_gradient(
             params={name: value.detach().requires_grad_() for name, value in params.items()},
             labels=labels,
             index=index.expand(labels.shape) if index.dim() == 0 else index,
-            rate=rate,
-            smooth=smooth,
+            learning_rate=learning_rate,
+            differentiable_attention=differentiable_attention,
             step=step,
             virtual_step=virtual_step,
             inner=inner,
@@ -170,11 +170,11 @@ class _Problem:
     params: Params
     labels: Tensor
     index: Tensor
-    rate: float
-    smooth: Callable[[], AbstractContextManager[Any]]
+    learning_rate: float
+    differentiable_attention: Callable[[], AbstractContextManager[Any]]
     step: float
     virtual_step: bool
-    inner: Inner
+    inner: InnerLoss
 
     def log_probs(self, params: Params) -> Tensor:
         scores = self.logits(params)
@@ -191,7 +191,7 @@ class _Problem:
 
     def stepped(self, gradient: Params) -> Params:
         with torch.no_grad():
-            moved = {name: value - self.rate * gradient[name] for name, value in self.params.items()}
+            moved = {name: value - self.learning_rate * gradient[name] for name, value in self.params.items()}
         return {name: value.requires_grad_() for name, value in moved.items()}
 
     def source_gradient(self, params: Params) -> tuple[Params, Tensor]:
@@ -203,10 +203,10 @@ def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     direction, value = problem.direction()
     unit, norm = normalized(direction)
     plain = {name: param.detach() for name, param in problem.params.items()}
-    with torch.no_grad(), problem.smooth():
+    with torch.no_grad(), problem.differentiable_attention():
         log_probs, tangents = torch.func.jvp(problem.log_probs, (plain,), (unit,))
-    # the rate first: norm and slopes may be so large that their product overflows
-    slopes = tangents.gather(1, problem.labels.long().unsqueeze(1)).squeeze(1) * (-problem.rate * norm)
+    # the learning_rate first: norm and slopes may be so large that their product overflows
+    slopes = tangents.gather(1, problem.labels.long().unsqueeze(1)).squeeze(1) * (-problem.learning_rate * norm)
     return problem.inner.mixed(log_probs, slopes, problem.labels, problem.index), value
 
 
@@ -222,18 +222,18 @@ def _taylor(problem: _Problem) -> tuple[Tensor, Tensor]:
             )
             for shift in (problem.step, -problem.step)
         )
-    return -problem.rate * norm * (ahead - behind) / (2 * problem.step), value
+    return -problem.learning_rate * norm * (ahead - behind) / (2 * problem.step), value
 
 
 def _second_order(problem: _Problem) -> tuple[Tensor, Tensor]:
     index = problem.index.clone().requires_grad_()
-    with problem.smooth():
+    with problem.differentiable_attention():
         target_loss = problem.target_loss(index)
     gradient = _gradient(target_loss, problem.params, create_graph=True)
     start = problem.stepped(gradient) if problem.virtual_step else problem.params
     direction, value = problem.source_gradient(start)
     product = sum((gradient[name] * direction[name]).sum() for name in gradient)
-    return -problem.rate * _gradient(product, {"index": index})["index"], value
+    return -problem.learning_rate * _gradient(product, {"index": index})["index"], value
 
 
 ENGINES: dict[str, Callable[[_Problem], tuple[Tensor, Tensor]]] = {

@@ -28,7 +28,7 @@ class Call:
     delta: Tensor | None = None
     bias_sums: Tensor | None = None
 
-    def keep(self, delta: Tensor) -> None:
+    def store(self, delta: Tensor) -> None:
         self.delta = delta.detach()
         if self.remade is not None and self.again is None:
             self.entered = self.remade()
@@ -36,7 +36,7 @@ class Call:
         if self.bias is not None:
             self.bias_sums = _token_sums(self.delta)
 
-    def spend(self, delta: Tensor, found: Params) -> None:
+    def accumulate(self, delta: Tensor, found: Params) -> None:
         """Add the gradient of the plain sum of the losses to `found`, and keep nothing."""
         raise NotImplementedError
 
@@ -50,7 +50,7 @@ class Call:
 
 
 class LinearCall(Call):
-    def spend(self, delta: Tensor, found: Params) -> None:
+    def accumulate(self, delta: Tensor, found: Params) -> None:
         delta = delta.detach().flatten(0, -2)
         entered = self.entered if self.remade is None else self.remade()
         self.entered = self.remade = None
@@ -91,13 +91,13 @@ class Scale:
 
 
 class NormCall(Call):
-    def keep(self, delta: Tensor) -> None:
+    def store(self, delta: Tensor) -> None:
         """Sums over the tokens are all that is ever needed: `entered` becomes those of the normalised input times delta."""
         unit = self.unit()
-        super().keep(delta)
+        super().store(delta)
         self.delta = self.entered = _token_sums(unit * delta)
 
-    def spend(self, delta: Tensor, found: Params) -> None:
+    def accumulate(self, delta: Tensor, found: Params) -> None:
         unit, delta = self.unit(), delta.detach().flatten(0, -2)
         if self.weight is not None:
             add(found, self.weight, (unit.flatten(0, -2) * delta).sum(dim=0, dtype=torch.float32))
@@ -120,8 +120,8 @@ class NormCall(Call):
 
 
 class TableCall(Call):
-    def spend(self, delta: Tensor, found: Params) -> None:
-        self.keep(delta)
+    def accumulate(self, delta: Tensor, found: Params) -> None:
+        self.store(delta)
         add(found, self.weight, self.weight_gradient(None))
         self.entered = self.delta = None
 
@@ -144,9 +144,9 @@ class Watch:
         layers: dict[nn.Module, tuple[str | None, str | None]],
         note: Callable[[Any, Tensor], None],
         count: int,
-        thrifty: bool,
+        save_memory: bool,
     ) -> None:
-        self.layers, self.note, self.count, self.thrifty = layers, note, count, thrifty
+        self.layers, self.note, self.count, self.save_memory = layers, note, count, save_memory
         self.casts: dict[Any, Tensor] = {}  # what several layers were given, in the type they see
         self.eps: dict[Any, float] = {}  # by the graph's node: a normalisation's constant
         self.units: dict[Any, Tensor] = {}  # by the node: its normalised input, until it is asked for
@@ -179,7 +179,7 @@ class Watch:
             call.entered, call.remade = None, functools.partial(_gelu_again, node)
             before = self.linear.get(node.next_functions[0][0])
             self.activations += before is not None
-            if self.thrifty and before is not None and self.activations % REMADE == 0:
+            if self.save_memory and before is not None and self.activations % REMADE == 0:
                 call.again = functools.partial(_activation_again, before, node._saved_approximate)
         elif name == "NativeLayerNormBackward0" and node in self.eps:
             call.entered, call.remade = None, functools.partial(self._norm_again, node, dtype)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mtem.metagrad import TSALLIS, Inner, MetaGradient
+from mtem.metagrad import TSALLIS, InnerLoss, MetaGradient
 from mtem.metagrad.layer_hooks import Params, Scale, Watch, add, cast_all
 
 FP16_SCALE = 1024.0  # of the source loss, whose gradients would else vanish in fp16
@@ -33,14 +33,14 @@ FP16_SCALE = 1024.0  # of the source loss, whose gradients would else vanish in 
 class Recording:
     """A forward pass with its graph; after `backward` the source of any products and weighted sums."""
 
-    def __init__(self, scores: Tensor, calls: list[Any], recorder: Recorder) -> None:
-        self.scores, self._calls, self.recorder = scores, calls, recorder
+    def __init__(self, logits: Tensor, calls: list[Any], recorder: Recorder) -> None:
+        self.logits, self._calls, self.recorder = logits, calls, recorder
 
     def backward(self, losses: Tensor) -> None:
-        """Where the losses (one for each example, functions of `scores`) send their gradients."""
+        """Where the losses (one for each example, functions of `logits`) send their gradients."""
         with torch.autocast(losses.device.type, enabled=False):
             losses.sum().backward()
-        self.scores = self.scores.detach()
+        self.logits = self.logits.detach()
         calls = [call for call in self._calls if call.delta is not None]  # no loss depends on the others
         # All biases and normalisations side by side: one product instead of hundreds.
         vectors = [vector for call in calls for vector in call.vectors()]
@@ -59,7 +59,7 @@ class Recording:
                 for name, size in zip(self._names, self._sizes, strict=True)
             ]
             found.append(self._vectors @ torch.cat(parts))
-        return torch.stack(found).sum(dim=0) if found else torch.zeros(len(self.scores), device=self.scores.device)
+        return torch.stack(found).sum(dim=0) if found else torch.zeros(len(self.logits), device=self.logits.device)
 
     def gradient(self, weights: Tensor) -> Params:
         """The gradient of the sum of the losses, each with its weight; float32, zero where a layer had no part."""
@@ -110,28 +110,28 @@ def meta_gradient(
     labels: Tensor,
     numbers: Tensor,
     source_loss: Callable[[], Iterable[Tensor]] | Outer,
-    rate: float,
+    learning_rate: float,
     *,
-    inner: Inner = TSALLIS,
+    inner: InnerLoss = TSALLIS,
 ) -> MetaGradient:
     """What `metagrad.meta_gradient` computes, from a recording of the examples' surprisals.
 
     Args:
         recording: after `backward` of the surprisals of `labels`.
-        log_probs: of the recorded scores, without graph.
+        log_probs: of the recorded logits, without graph.
         numbers: what the outer loop learns, one for each example (the entropy indexes).
         source_loss: as in `source_gradient`, of the model with the virtual step's parameters. Or what that function found at
             theta, before the recording was made: cheaper in memory and time, and not exact.
-        rate, inner: as there. Parameters that cannot be read take no part in the virtual step.
+        learning_rate, inner: as there. Parameters that cannot be read take no part in the virtual step.
     """
     recorder = recording.recorder
     if not isinstance(source_loss, Outer):
         step = recording.gradient(inner.weights(log_probs, labels, numbers))
-        torch._foreach_mul_(list(step.values()), -rate)
+        torch._foreach_mul_(list(step.values()), -learning_rate)
         torch._foreach_add_(list(step.values()), [recorder.params[name].detach() for name in step])
         source_loss = source_gradient(recorder, source_loss, step)
-    # The rate first: slopes may be so large that a later product overflows. Of surprisals, hence no minus.
-    slopes = recording.product(source_loss.direction) * (rate / source_loss.scale)
+    # The learning_rate first: slopes may be so large that a later product overflows. Of surprisals, hence no minus.
+    slopes = recording.product(source_loss.direction) * (learning_rate / source_loss.scale)
     return MetaGradient(inner.mixed(log_probs, slopes, labels, numbers), source_loss.loss)
 
 
@@ -202,21 +202,21 @@ class Recorder:
             for layer, own in kept:
                 layer._parameters.update(own)
 
-    def record(self, run: Callable[[], Tensor], count: int, thrifty: bool = True) -> Recording:
+    def record(self, run: Callable[[], Tensor], count: int, save_memory: bool = True) -> Recording:
         """`run` is a forward pass of the model on `count` examples; its first axis counts them.
 
-        A thrifty recording keeps less and is a little slower to read: what a source pass beside it needs is the peak of a step.
+        A save_memory recording keeps less and is a little slower to read: what a source pass beside it needs is the peak of a step.
         """
         calls: list[Any] = []
 
         def note(call: Any, output: Tensor) -> None:
             calls.append(call)
-            output.register_hook(call.keep)
+            output.register_hook(call.store)
 
         constants = self.cast({name: value.detach() for name, value in self.params.items()})
-        with torch.enable_grad(), self.holding(constants), self._hooks(note, count, thrifty):
-            scores = run()
-        return Recording(scores, calls, self)
+        with torch.enable_grad(), self.holding(constants), self._hooks(note, count, save_memory):
+            logits = run()
+        return Recording(logits, calls, self)
 
     def gradient(self, losses: Callable[[], Iterable[Tensor]], params: Params, scale: float) -> tuple[Params, Tensor]:
         """The gradient of the sum of some losses at other parameters, times `scale`, and that sum.
@@ -226,7 +226,7 @@ class Recorder:
         found: Params = {}
 
         def note(call: Any, output: Tensor) -> None:
-            output.register_hook(lambda delta: call.spend(delta, found))
+            output.register_hook(lambda delta: call.accumulate(delta, found))
 
         total: Tensor | float = 0.0
         with torch.enable_grad(), self.holding(params), self._hooks(note, 1):
@@ -237,10 +237,10 @@ class Recorder:
         return found, torch.as_tensor(total)
 
     @contextlib.contextmanager
-    def _hooks(self, note: Callable[[Any, Tensor], None], count: int, thrifty: bool = False) -> Iterator[None]:
+    def _hooks(self, note: Callable[[Any, Tensor], None], count: int, save_memory: bool = False) -> Iterator[None]:
         """Every call of a layer is noted, with its output. The parameters are constants meanwhile: autograd keeps nothing
         for their gradients."""
-        watch = Watch(self._layers, note, count, thrifty)
+        watch = Watch(self._layers, note, count, save_memory)
         for parameter in self._others:
             parameter.requires_grad_(False)
         handles = [layer.register_forward_hook(watch, with_kwargs=True) for layer in self._layers]

@@ -34,29 +34,29 @@ class Context:
     target_size: int  # how many unlabeled examples
     classes: int
     generator: torch.Generator  # on the CPU, so that every device draws the same
-    rate: Callable[[], float]  # the current learning rate of theta
+    learning_rate: Callable[[], float]  # the current learning rate of theta
     source_size: int = 0  # how many labeled examples, the target's among them; the source batches' rows count through them
-    few_rows: Tensor | None = None  # which of those rows are the target's
-    few: Callable[[int], Batch] | None = None  # batches of those alone, by step number; None: there are none
+    target_labeled_rows: Tensor | None = None  # which of those rows are the target's
+    target_labeled: Callable[[int], Batch] | None = None  # batches of those alone, by step number; None: there are none
     class_weights: Tensor | None = None  # of the cross-entropy
     align: Alignment = dataclasses.field(default_factory=Alignment)  # scores that pseudo labels are to be drawn from
 
-    def among_few(self, rows: Tensor) -> Tensor:
+    def is_target_labeled(self, rows: Tensor) -> Tensor:
         """Which rows of the source batches are the target's own, bool [N]."""
-        if self.few_rows is None or not len(self.few_rows):
+        if self.target_labeled_rows is None or not len(self.target_labeled_rows):
             return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        return (rows.unsqueeze(1) == self.few_rows).any(dim=1)
+        return (rows.unsqueeze(1) == self.target_labeled_rows).any(dim=1)
 
 
 class Update(Protocol):
     """Backward, clipping, one optimizer step.
 
-    `between` is called after the backward pass, before the step. `gradients` of the model's parameters that are known already
+    `before_step` is called after the backward pass, before the step. `gradients` of the model's parameters that are known already
     are added to those of the loss, which may then be None.
     """
 
     def __call__(
-        self, loss: Tensor | None, between: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
+        self, loss: Tensor | None, before_step: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
     ) -> None: ...
 
 
@@ -79,7 +79,7 @@ class Method:
         raise NotImplementedError
 
     @classmethod
-    def adjust(cls, model: Any, settings: Any) -> None:
+    def prepare_model(cls, model: Any, settings: Any) -> None:
         """Change the freshly made model, before any training, where the method has a classifier of its own kind."""
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Method:
         """Trainable parts beside the model (a discriminator, say)."""
         return {}
 
-    def rate_factor(self, name: str) -> float:
+    def learning_rate_factor(self, name: str) -> float:
         """What multiplies the learning rate of a parameter; those of `modules()` are called "part.name"."""
         return 1.0
 

@@ -58,7 +58,9 @@ class BiatSettings:
         low=0.0,
     )
     xi: float = setting(0.001, "norm of the random start of a virtual perturbation, relative likewise", low=1e-6)
-    target_head_rate: float = setting(10.0, "learning rate of the target's own head relative to the model's", low=0.0)
+    target_head_learning_rate_ratio: float = setting(
+        10.0, "learning rate of the target's own head relative to the model's", low=0.0
+    )
 
 
 class Biat(Method):
@@ -73,7 +75,7 @@ class Biat(Method):
     def __init__(self, model: Any, settings: BiatSettings, context: Context) -> None:
         super().__init__(model, settings, context)
         self.target_head: nn.Module | None = None
-        if context.few is not None and settings.adaptive_weight:
+        if context.target_labeled is not None and settings.adaptive_weight:
             self.target_head = nn.Linear(model.head.in_features, context.classes, device=model.device)
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
@@ -84,8 +86,8 @@ class Biat(Method):
         if settings.adversarial_weight:
             terms["adversarial_loss"] = settings.adversarial_weight, self.adversarial_loss(labeled, source.labels)
         if self.target_head is not None:
-            terms["target_head_loss"] = 1.0, self.target_head_loss(self.context.few(number))
-            own = ~self.context.among_few(source.rows)
+            terms["target_head_loss"] = 1.0, self.target_head_loss(self.context.target_labeled(number))
+            own = ~self.context.is_target_labeled(source.rows)
             terms["adaptive_loss"] = settings.adaptive_weight, self.adaptive_loss(labeled, source.labels, own)
         if settings.virtual_weight:
             terms["virtual_loss"] = settings.virtual_weight, self.virtual_loss(unlabeled)
@@ -113,11 +115,11 @@ class Biat(Method):
 
     def contested_entropy(self, inputs: Inputs) -> Tensor:
         """H, whose gradient reaches the encoder with the opposite sign; it is to be raised."""
-        _, features = self.model.scores_and_features(inputs)
+        _, features = self.model.logits_and_features(inputs)
         return entropies(self.model.head(reverse(features))).mean()
 
     def target_head_loss(self, few: Batch) -> Tensor:
-        _, features = self.model.scores_and_features(few.inputs)
+        _, features = self.model.logits_and_features(few.inputs)
         return self.cross_entropy(self.target_head(features), few.labels)
 
     # ------------------------------------------------------------------ the perturbations
@@ -137,7 +139,7 @@ class Biat(Method):
             divergences = (log_probs.exp() * (log_probs - torch.log_softmax(scores, dim=1))).sum(dim=1)
             return (divergences + entropies(scores)).sum()
 
-        drawn = torch.randn(self.model.perturbable(inputs).shape, generator=self.context.generator)
+        drawn = torch.randn(self.model.input_embeddings(inputs).shape, generator=self.context.generator)
         start = self.sized(inputs, drawn.to(self.model.device, non_blocking=True), self.settings.xi)
         return self.sized(inputs, self.gradient(inputs, objective, start), self.settings.radius)
 
@@ -151,15 +153,15 @@ class Biat(Method):
 
     def gradient(self, inputs: Inputs, total: Callable[[Tensor, Tensor], Tensor], start: Tensor | None = None) -> Tensor:
         """Of a sum over texts of a function of scores and features, in what is added to the texts; at `start`, or at 0."""
-        noise = torch.zeros_like(self.model.perturbable(inputs)) if start is None else start.detach()
+        noise = torch.zeros_like(self.model.input_embeddings(inputs)) if start is None else start.detach()
         noise.requires_grad_()
         with without_dropout(self.model):
-            value = total(*self.model.scores_and_features({**inputs, "noise": noise}))
+            value = total(*self.model.logits_and_features({**inputs, "noise": noise}))
         return torch.autograd.grad(value, noise)[0]
 
     def sized(self, inputs: Inputs, direction: Tensor, radius: float) -> Tensor:
         """Along the direction, of each text's own length."""
-        values = self.model.perturbable(inputs)
+        values = self.model.input_embeddings(inputs)
         direction = direction * (values != 0).any(dim=-1, keepdim=True)  # padding stays what it is
         return radius * self.model.norms(values, inputs) * self.model.unit(direction, inputs)
 
@@ -168,8 +170,8 @@ class Biat(Method):
     def modules(self) -> dict[str, nn.Module]:
         return {} if self.target_head is None else {"target_head": self.target_head}
 
-    def rate_factor(self, name: str) -> float:
-        return self.settings.target_head_rate if name.startswith("target_head.") else 1.0
+    def learning_rate_factor(self, name: str) -> float:
+        return self.settings.target_head_learning_rate_ratio if name.startswith("target_head.") else 1.0
 
 
 def entropies(scores: Tensor) -> Tensor:

@@ -84,14 +84,14 @@ class Cst(Method):
         if settings.rho:
             restore = climb(list(self.model.trainable().values()), loss, settings.rho, settings.adaptive)
             loss, _ = self.loss(source, plain, strong)
-        update(loss, between=restore)
+        update(loss, before_step=restore)
         return log
 
     def loss(self, source: Batch, plain: Inputs, strong: Inputs) -> tuple[Tensor, dict[str, Tensor | float]]:
         """L at the current weights, and its terms."""
         settings = self.settings
-        source_logits, source_features = self.model.scores_and_features(source.inputs)
-        target_logits, target_features = self.model.scores_and_features(plain)
+        source_logits, source_features = self.model.logits_and_features(source.inputs)
+        target_logits, target_features = self.model.logits_and_features(plain)
         labels, sure = confident_labels(self.context.align(target_logits.detach()), settings.threshold)
         classes = target_logits.shape[1]
 

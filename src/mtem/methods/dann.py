@@ -35,7 +35,7 @@ class DannSettings:
     discriminator_layers: int = setting(1, "hidden layers of the discriminator", low=1)
     discriminator_width: int | None = setting(None, "their width; none: that of the features", low=1)
     discriminator_dropout: float = setting(0.5, "dropout behind each of them", low=0.0, high=0.99)
-    discriminator_rate: float = setting(10.0, "the discriminator's learning rate relative to the model's", low=0.0)
+    discriminator_learning_rate_ratio: float = setting(10.0, "the discriminator's learning rate relative to the model's", low=0.0)
 
 
 class Dann(Method):
@@ -63,8 +63,8 @@ class Dann(Method):
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
         self.model.train()
         self.discriminator.train()
-        scores, source_features = self.model.scores_and_features(source.inputs)
-        _, target_features = self.model.scores_and_features(target.inputs)
+        scores, source_features = self.model.logits_and_features(source.inputs)
+        _, target_features = self.model.logits_and_features(target.inputs)
         source_loss = self.cross_entropy(scores, source.labels)
 
         scale = self.reversal(number)
@@ -90,7 +90,7 @@ class Dann(Method):
 
     def domains(self, source: Batch, target: Batch) -> Tensor:
         """1 for the source, 0 for the target, whose labeled texts stand among the source's."""
-        ours = (~self.context.among_few(source.rows)).float()
+        ours = (~self.context.is_target_labeled(source.rows)).float()
         return torch.cat([ours, ours.new_zeros(len(target.rows))])
 
     # ------------------------------------------------------------------ for the trainer
@@ -98,8 +98,8 @@ class Dann(Method):
     def modules(self) -> dict[str, nn.Module]:
         return {"discriminator": self.discriminator}
 
-    def rate_factor(self, name: str) -> float:
-        return self.settings.discriminator_rate if name.startswith("discriminator.") else 1.0
+    def learning_rate_factor(self, name: str) -> float:
+        return self.settings.discriminator_learning_rate_ratio if name.startswith("discriminator.") else 1.0
 
 
 def halves(domains: Tensor) -> Tensor:

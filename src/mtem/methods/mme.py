@@ -31,7 +31,7 @@ class MmeSettings:
 
     temperature: float = setting(0.05, "T of the cosine classifier", low=1e-3)
     entropy_weight: float = setting(0.1, "lambda: weight of the entropy", low=0.0)
-    head_rate: float = setting(10.0, "the classifier's learning rate relative to the encoder's", low=0.0)
+    head_learning_rate_ratio: float = setting(10.0, "the classifier's learning rate relative to the encoder's", low=0.0)
 
 
 class Mme(Method):
@@ -48,7 +48,7 @@ class Mme(Method):
         self.head_names = model.head_names()
 
     @classmethod
-    def adjust(cls, model: Any, settings: MmeSettings) -> None:
+    def prepare_model(cls, model: Any, settings: MmeSettings) -> None:
         model.head = CosineHead(model.head, settings.temperature)
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
@@ -61,9 +61,9 @@ class Mme(Method):
 
     def contested_entropy(self, target: Batch) -> Tensor:
         """H, whose gradient reaches the encoder with the opposite sign."""
-        _, features = self.model.scores_and_features(target.inputs)
+        _, features = self.model.logits_and_features(target.inputs)
         log_probs = torch.log_softmax(self.model.head(reverse(features)), dim=-1)
         return -(log_probs.exp() * log_probs).sum(dim=-1).mean()
 
-    def rate_factor(self, name: str) -> float:
-        return self.settings.head_rate if name in self.head_names else 1.0
+    def learning_rate_factor(self, name: str) -> float:
+        return self.settings.head_learning_rate_ratio if name in self.head_names else 1.0

@@ -44,7 +44,7 @@ class MtemSettings:
     index_initial: float = setting(2.0, "every text's entropy index at the start", low=1.0)
     index_low: float = setting(1.05, "smallest index; the theory needs it above 1", low=1.0)
     index_high: float = setting(5.0, "largest index; the paper's cases end at 5", low=1.0)
-    index_rate: float = setting(0.5, "beta: how far an index moves per visit", low=0.0)
+    index_learning_rate: float = setting(0.5, "beta: how far an index moves per visit", low=0.0)
     index_step: str = setting(
         "sign",
         "what beta multiplies: the raw gradient g (as printed: about 1e-5, the indexes never move), its sign, the soft sign "
@@ -58,12 +58,12 @@ class MtemSettings:
     meta: bool = setting(True, "learn the indexes; false: every text keeps index_initial (ablation 'w/o M')")
     annealing: bool = setting(True, "anneal the sampling temperature; false: kappa = 1 throughout (ablation 'w/o A')")
     sampling: bool = setting(True, "sample the pseudo labels; false: take the likeliest class (ablation 'w/o S')")
-    hottest: float = setting(1.0, "kappa at the start; above 1 small indexes flatten the predictions", low=0.0)
-    coldest: float = setting(0.2, "kappa at the end", low=0.0)
+    temperature_start: float = setting(1.0, "kappa at the start; above 1 small indexes flatten the predictions", low=0.0)
+    temperature_end: float = setting(0.2, "kappa at the end", low=0.0)
     steepness: float = setting(5.0, "s: how suddenly the temperature falls half-way", low=0.0)
     virtual_step: bool = setting(True, "take the source gradient after the inner step; false: at theta (cheaper, not exact)")
-    virtual_rate: float | None = setting(None, "eta of the inner step; none: the current learning rate", low=0.0)
-    pieces: int = setting(
+    virtual_learning_rate: float | None = setting(None, "eta of the inner step; none: the current learning rate", low=0.0)
+    source_microbatches: int = setting(
         1, "layerwise: in how many pieces the outer loop's source batch goes; with two a step needs less memory and more time",
         low=1,
     )  # fmt: skip
@@ -72,14 +72,14 @@ class MtemSettings:
         1.0, "weight of the source loss in the update of theta (Eq. 4); 0, as printed, lets theta forget the task", low=0.0
     )
     target_weight: float = setting(1.0, "lambda: weight of the Tsallis loss in the update of theta", low=0.0)
-    teacher: float = setting(
+    ema_decay: float = setting(
         0.98,
         "decay of the averaged weights that give the pseudo labels and are kept in the end; 0: the model itself. The average "
         "is better than any single step, and a model that labels for itself drifts",
         low=0.0,
         high=0.9999,
     )
-    corruption: float = setting(
+    mask_ratio: float = setting(
         0.15, "share of the student's tokens that are hidden: agreeing with the teacher then takes more than repeating it",
         low=0.0, high=0.9,
     )  # fmt: skip
@@ -90,8 +90,10 @@ class MtemSettings:
     def __post_init__(self) -> None:
         if self.index_high <= self.index_low:
             raise RequestError(f"index_high={self.index_high} must be above index_low={self.index_low}")
-        if self.hottest < self.coldest:
-            raise RequestError(f"hottest={self.hottest} must not be below coldest={self.coldest}")
+        if self.temperature_start < self.temperature_end:
+            raise RequestError(
+                f"temperature_start={self.temperature_start} must not be below temperature_end={self.temperature_end}"
+            )
 
 
 # Algorithm 1 and the paper's constants. It gives neither kappa's range nor s: 2 -> 0.5 and 5 are ours.
@@ -99,19 +101,19 @@ PAPER: dict[str, Any] = {
     "engine": "taylor",
     "index_initial": 2.0,
     "index_low": 1.01,
-    "index_rate": 0.1,
+    "index_learning_rate": 0.1,
     "index_step": "raw",
-    "hottest": 2.0,
-    "coldest": 0.5,
+    "temperature_start": 2.0,
+    "temperature_end": 0.5,
     "source_weight": 0.0,
-    "teacher": 0.0,
-    "corruption": 0.0,
+    "ema_decay": 0.0,
+    "mask_ratio": 0.0,
     "dropout": False,
     "optimizer": "sgd",
-    "rate": 5e-5,
+    "learning_rate": 5e-5,
     "schedule": "constant",
     "weight_decay": 0.0,
-    "clip": 0.0,
+    "max_grad_norm": 0.0,
     "layer_decay": 1.0,
     "frozen_layers": 0,
     "batch_size": 50,
@@ -134,7 +136,7 @@ class Mtem(Method):
         self.index = torch.full((context.target_size,), initial, device=model.device)
         self.recorder = self.find_recorder() if settings.engine == "layerwise" else None
         self.average: dict[str, Tensor] = {}
-        if settings.teacher:
+        if settings.ema_decay:
             self.average = {name: p.detach().clone() for name, p in model.trainable().items()}
 
     def find_recorder(self) -> layerwise.Recorder | None:
@@ -149,11 +151,11 @@ class Mtem(Method):
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
         settings = self.settings
         log: dict[str, Tensor | float] = {"temperature": self.temperature(number)}
-        own = not (self.average or settings.corruption or settings.dropout)  # the model labels just what it is trained on
+        own = not (self.average or settings.mask_ratio or settings.dropout)  # the model labels just what it is trained on
         labels = None if own and self.recorder else self.pseudo_labels(target, log["temperature"])
         student = target.inputs
-        if settings.corruption:
-            student = self.model.augment(student, "mask", settings.corruption, self.context.generator)
+        if settings.mask_ratio:
+            student = self.model.augment(student, "mask", settings.mask_ratio, self.context.generator)
         student = self.model.prepare(student)
         train = self.train_recorded if self.recorder else self.train
         target_loss, gradients = train(number, student, labels, target.rows, source, log)
@@ -168,7 +170,7 @@ class Mtem(Method):
         update(loss, gradients=gradients)
         if self.average:
             now = [parameter.detach() for parameter in self.model.trainable().values()]
-            torch._foreach_lerp_(list(self.average.values()), now, 1 - settings.teacher)
+            torch._foreach_lerp_(list(self.average.values()), now, 1 - settings.ema_decay)
         return log
 
     def train(
@@ -196,14 +198,16 @@ class Mtem(Method):
         if settings.meta and not settings.virtual_step:
             outer = layerwise.source_gradient(self.recorder, outer)
         self.model.train(settings.dropout)
-        recording = self.recorder.record(lambda: self.model(student), len(rows), thrifty=settings.meta and settings.virtual_step)
+        recording = self.recorder.record(
+            lambda: self.model(student), len(rows), save_memory=settings.meta and settings.virtual_step
+        )
         if labels is None:
-            labels = self.drawn(recording.scores.detach(), log["temperature"])
-        log_probs = torch.log_softmax(recording.scores, dim=-1)
+            labels = self.drawn(recording.logits.detach(), log["temperature"])
+        log_probs = torch.log_softmax(recording.logits, dim=-1)
         recording.backward(tsallis.surprisal(log_probs, labels))
         log_probs = log_probs.detach()
         if settings.meta:
-            meta = layerwise.meta_gradient(recording, log_probs, labels, self.index[rows], outer, self.virtual_rate())
+            meta = layerwise.meta_gradient(recording, log_probs, labels, self.index[rows], outer, self.virtual_learning_rate())
             self.index[rows] = self.moved(self.index[rows], meta.gradient, number)
             log["meta_loss"] = meta.source_loss
         index = self.index[rows]
@@ -219,7 +223,7 @@ class Mtem(Method):
         if not settings.annealing:
             return 1.0
         last = max(self.context.steps - 1, 1)
-        return annealing.temperature(number, last, settings.hottest, settings.coldest, settings.steepness)
+        return annealing.temperature(number, last, settings.temperature_start, settings.temperature_end, settings.steepness)
 
     @torch.no_grad()
     def pseudo_labels(self, target: Batch, temperature: float) -> Tensor:
@@ -233,15 +237,17 @@ class Mtem(Method):
         scores = self.context.align(scores)
         return annealing.sample_labels(scores, temperature, generator=self.context.generator, greedy=not self.settings.sampling)
 
-    def virtual_rate(self) -> float:
-        return self.context.rate() if self.settings.virtual_rate is None else self.settings.virtual_rate
+    def virtual_learning_rate(self) -> float:
+        return (
+            self.context.learning_rate() if self.settings.virtual_learning_rate is None else self.settings.virtual_learning_rate
+        )
 
     def source_pieces(self, source: Batch) -> Iterator[Tensor]:
         """The source loss without dropout, piece by piece of the batch."""
         self.model.eval()
         inputs, labels = self.model.prepare(source.inputs), source.labels
         whole = class_mass(labels, self.context.class_weights)
-        for part, rows in self.model.split(inputs, self.settings.pieces):
+        for part, rows in self.model.split(inputs, self.settings.source_microbatches):
             share = class_mass(labels[rows], self.context.class_weights) / whole
             yield share * self.cross_entropy(self.model(part), labels[rows])
 
@@ -257,9 +263,9 @@ class Mtem(Method):
                 labels,
                 self.index[rows],
                 lambda parameters: self.cross_entropy(functional(self.model, parameters, held), source.labels),
-                self.virtual_rate(),
+                self.virtual_learning_rate(),
                 engine="forward" if settings.engine == "layerwise" else settings.engine,
-                smooth=self.model.smooth,
+                differentiable_attention=self.model.differentiable_attention,
                 step=settings.taylor_step,
                 virtual_step=settings.virtual_step,
             )
@@ -267,7 +273,7 @@ class Mtem(Method):
     def moved(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
         """Line 7: the indexes after the outer step, inside their range."""
         settings = self.settings
-        beta = settings.index_rate
+        beta = settings.index_learning_rate
         if settings.index_schedule == "assumption-2" and beta:
             beta = schedules.assumption_index(number + 1, k2=beta, smoothness=1 / beta)
         if settings.index_step == "sign":

@@ -37,7 +37,7 @@ class WindSettings:
     """The constants of the two loops."""
 
     engine: str = setting("forward", "how the weights' gradient is computed", choices=("forward", "taylor", "second-order"))
-    weight_rate: float = setting(1.0, "alpha: how far a text's w moves per visit; its weight is sigmoid(w)", low=0.0)
+    weight_learning_rate: float = setting(1.0, "alpha: how far a text's w moves per visit; its weight is sigmoid(w)", low=0.0)
     weight_step: str = setting(
         "rms",
         "what alpha multiplies: the raw gradient g (as published; a visit then moves w by about 0.01, and it takes many), "
@@ -46,7 +46,7 @@ class WindSettings:
     )
     inner_steps: int = setting(1, "times the weights of a batch are moved before theta is", low=1)
     taylor_step: float = setting(0.01, "finite difference of the taylor engine, relative to the norm of v", low=1e-6)
-    virtual_rate: float | None = setting(None, "eta of the virtual step; none: the current learning rate", low=0.0)
+    virtual_learning_rate: float | None = setting(None, "eta of the virtual step; none: the current learning rate", low=0.0)
 
 
 class Wind(Method):
@@ -59,22 +59,22 @@ class Wind(Method):
     Settings = WindSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "recommended": {},
-        "paper": {"engine": "taylor", "weight_rate": 0.15, "weight_step": "raw"},
+        "paper": {"engine": "taylor", "weight_learning_rate": 0.15, "weight_step": "raw"},
     }
 
     def __init__(self, model: Any, settings: WindSettings, context: Context) -> None:
         super().__init__(model, settings, context)
         self.w = torch.zeros(context.source_size, device=model.device)
-        self.w[context.few_rows] = IN_DOMAIN
+        self.w[context.target_labeled_rows] = IN_DOMAIN
         self.loss = weighted_mean(context.class_weights)
 
     def step(self, number: int, source: Batch, target: Batch | None, update: Update) -> dict[str, Tensor | float]:
         inputs = self.model.prepare(source.inputs)
-        few = self.context.few(number)
+        few = self.context.target_labeled(number)
         few = few._replace(inputs=self.model.prepare(few.inputs))
         for _ in range(self.settings.inner_steps):
             gradient, meta_loss = self.weight_gradient(source._replace(inputs=inputs), few)
-            self.w[source.rows] += self.settings.weight_rate * self.scaled(gradient, self.w[source.rows])
+            self.w[source.rows] += self.settings.weight_learning_rate * self.scaled(gradient, self.w[source.rows])
 
         self.model.train()
         log_probs = torch.log_softmax(self.model(inputs), dim=1)
@@ -89,7 +89,7 @@ class Wind(Method):
     def weight_gradient(self, source: Batch, few: Batch) -> tuple[Tensor, Tensor]:
         """The product of v with the slopes' gradients, one number for each text, and the loss that v is the gradient of."""
         settings = self.settings
-        rate = self.context.rate() if settings.virtual_rate is None else settings.virtual_rate
+        rate = self.context.learning_rate() if settings.virtual_learning_rate is None else settings.virtual_learning_rate
         with without_dropout(self.model):
             meta = metagrad.meta_gradient(
                 lambda parameters, inputs: functional(self.model, parameters, inputs),
@@ -100,7 +100,7 @@ class Wind(Method):
                 lambda parameters: self.cross_entropy(functional(self.model, parameters, few.inputs), few.labels),
                 rate or 1.0,
                 engine=settings.engine,
-                smooth=self.model.smooth,
+                differentiable_attention=self.model.differentiable_attention,
                 step=settings.taylor_step,
                 virtual_step=rate > 0,  # a step of no length ends at theta
                 inner=self.loss,
@@ -130,7 +130,7 @@ class Wind(Method):
         self.w.copy_(state["w"])
 
 
-def weighted_mean(class_weights: Tensor | None = None) -> metagrad.Inner:
+def weighted_mean(class_weights: Tensor | None = None) -> metagrad.InnerLoss:
     r"""L as a function of w, with the class weights :math:`c`, if any, in the mean as the cross-entropy has them.
 
     .. math::
@@ -151,7 +151,7 @@ def weighted_mean(class_weights: Tensor | None = None) -> metagrad.Inner:
         share = shares(labels, w)
         return share * torch.sigmoid(-w) * (losses - (share * losses).sum())
 
-    return metagrad.Inner(
+    return metagrad.InnerLoss(
         value=lambda log_probs, labels, w: (shares(labels, w) * losses(log_probs, labels)).sum(),
         weights=lambda log_probs, labels, w: shares(labels, w),
         slope=lambda log_probs, labels, w: slope(losses(log_probs, labels), labels, w),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtem.data.threads import Tree
+from mtem.data.threads import Thread
 
 Inputs = Mapping[str, Tensor]
 
@@ -67,17 +67,17 @@ class Model(nn.Module):
     Subclasses add
 
     ``forward(inputs) -> logits``
-        float32 ``[N, K]``; ``inputs["noise"]``, if there, is added to what `perturbable` returns.
-    ``perturbable(inputs) -> Tensor``, ``norms(values, inputs) -> Tensor``
+        float32 ``[N, K]``; ``inputs["noise"]``, if there, is added to what `input_embeddings` returns.
+    ``input_embeddings(inputs) -> Tensor``, ``norms(values, inputs) -> Tensor``
         the continuous values that stand for the examples (input embeddings), and each example's norm of such values,
         in a shape that divides them.
     ``augment(inputs, kind, share, generator) -> inputs``
         another view of the same examples.
     ``prepare(inputs) -> inputs``
         whatever is constant in the trainable parameters, computed once.
-    ``default_rates() -> (source, adaptation)``
+    ``default_learning_rates() -> (source, adaptation)``
         learning rates where the settings give none.
-    ``classes``, ``head_path``, ``encode``, ``encode_texts``, ``collate``, ``save``, ``load``, ``freeze``, ``depths``, ``smooth``
+    ``classes``, ``head_path``, ``encode``, ``encode_texts``, ``collate``, ``save``, ``load``, ``freeze``, ``depths``, ``differentiable_attention``
         as in `models.text`.
     """
 
@@ -114,7 +114,7 @@ class Model(nn.Module):
         """The names of the head's trainable parameters among those of the model."""
         return {name for name in self.trainable() if name.startswith(self.head_path + ".")}
 
-    def scores_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def logits_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Logits, and what the head sees of each example; both with their graph."""
         seen: list[Tensor] = []
         handle = self.head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
@@ -135,7 +135,7 @@ class Model(nn.Module):
         """Two tiny examples, for a look at how the layers are called; None: the layers are not called example by example."""
         return None
 
-    def encode_trees(self, trees: Sequence[Tree]) -> Any:
+    def encode_threads(self, trees: Sequence[Thread]) -> Any:
         """A handful of threads, in memory; a model of texts sees their roots."""
         return self.encode_texts([tree.texts[0] for tree in trees])
 

@@ -55,7 +55,7 @@ def _first(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _seen(model: Any, inputs: Inputs) -> Tensor:
-    return torch.cat(model.scores_and_features(inputs), dim=1)
+    return torch.cat(model.logits_and_features(inputs), dim=1)
 
 
 def _same(model: Any, inputs: Inputs, wanted: Tensor) -> bool:

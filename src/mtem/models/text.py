@@ -176,7 +176,7 @@ class TextModel(Model):
             self._tokens = continues.to(self.device), special.to(self.device)
         return self._tokens
 
-    def perturbable(self, inputs: Inputs) -> Tensor:
+    def input_embeddings(self, inputs: Inputs) -> Tensor:
         """The input embeddings, or what enters the first trainable layer; zeros in the place of padding."""
         inputs = self.prepare(inputs)
         values = inputs["hidden"] if "hidden" in inputs else self.network.get_input_embeddings()(inputs["input_ids"])
@@ -228,7 +228,7 @@ class TextModel(Model):
         return {**inputs, "hidden": self.lower(inputs)}
 
     @contextlib.contextmanager
-    def smooth(self) -> Iterator[None]:
+    def differentiable_attention(self) -> Iterator[None]:
         """Attention with forward-mode and double backward derivatives, whatever kernel the model was loaded with."""
         config = self.network.config
         loaded = config._attn_implementation
@@ -294,7 +294,7 @@ class TextModel(Model):
             self._upper = [upper]
         self.precision = precision
 
-    def default_rates(self) -> tuple[float, float]:
+    def default_learning_rates(self) -> tuple[float, float]:
         """A few upper layers alone have farther to go, and no pretrained layers below that could suffer."""
         return (5e-4, 2e-4) if self.frozen_layers else (5e-5, 2e-5)
 

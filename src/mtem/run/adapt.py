@@ -126,7 +126,7 @@ def adapt(
     corpora = [corpus for corpus in (labeled, unlabeled, few) if corpus is not None]
     like = None if source_model is None else source_model.model
     network = models.create(place, labeled.classes, corpora, parts["model"], training, like).to(device)
-    kind.adjust(network, parts["method"])
+    kind.prepare_model(network, parts["method"])
     if source_model is not None:
         begin_from(network, source_model)
     if network.max_length is not None and network.max_length < training.max_length:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtem import inference
-from mtem.atomic import disk_errors, read_tensors, write_json, write_tensors
+from mtem.atomic import disk_errors, write_json
 from mtem.data.corpus import Corpus
 from mtem.data.splits import hold_out
 from mtem.errors import RequestError
@@ -27,9 +27,10 @@ from mtem.run.record import named, now, shares, versions
 from mtem.run.result import Adapted, index_table
 from mtem.selection import accuracy_estimate, criteria, diagnostics, priors
 from mtem.selection.left_out import FOLD, LeftOut, Part, find_parts, from_tensors, to_tensors
+from mtem.tensors import read_tensors, write_tensors
 from mtem.training import checkpoints
 from mtem.training.checkpoints import Checkpoints, random_state, restore_random_state
-from mtem.training.settings import TrainingSettings, find_rates
+from mtem.training.settings import TrainingSettings, find_learning_rates
 from mtem.training.streams import Stream, share_of
 from mtem.training.trainer import Trainer
 from mtem.training.weights import add_bias, clone, current, head_buffers, load
@@ -59,19 +60,21 @@ class Run:
         left_out: list[LeftOut] | None = None,
     ) -> None:
         """With a "source_model" in the request, `model` has that theta_1 already; `left_out` came with it."""
-        if training.prior == "labeled" and few is None:
-            raise RequestError("prior=labeled: there are no labeled target texts; give --target-labeled, or another prior")
+        if training.target_class_prior == "labeled" and few is None:
+            raise RequestError(
+                "target_class_prior=labeled: there are no labeled target texts; give --target-labeled, or another prior"
+            )
         self.model, self.kind, self.settings, self.method_settings = model, kind, training, method_settings
         self.target, self.directory, self.workspace, self.progress = target, directory, workspace, progress
         self.request, self.observe, self.unit = request, observe, target.unit
-        self.source_rate, self.rate = find_rates(training, model.default_rates())
+        self.source_learning_rate, self.rate = find_learning_rates(training, model.default_learning_rates())
         self.checkpoints = Checkpoints(workspace)
         self.generator = torch.Generator().manual_seed(training.seed)
         self.started = self.saved = time.monotonic()
         self.seconds = {"source": 0.0, "adapt": 0.0}
         self.candidates: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] = {}
-        self.seen: dict[int, criteria.Evidence] = {}  # of theta_1 and of the best candidate, by step
+        self.seen: dict[int, criteria.CandidateOutputs] = {}  # of theta_1 and of the best candidate, by step
         self.source_weights: dict[str, Tensor] = {}
         self.initial = {} if request["source_model"] else clone({**current(model), **head_buffers(model)})
         self.left_out = left_out or []
@@ -125,10 +128,10 @@ class Run:
             self.model, labeled, self.train, self.labels, size, 2 * seed, extra=self.extra, extra_share=share
         )
         self.target_stream = Stream(self.model, target, np.arange(len(self.target)), None, size, 2 * seed + 1)
-        self.few_stream = None
+        self.target_labeled_stream = None
         if len(self.extra):  # the very texts that the labeled batches have of them
             often = self.settings.target_labeled_share or len(self.extra) / len(self.train)
-            self.few_stream = Stream(self.model, labeled, self.extra, self.labels, share_of(size, often), 2 * seed + 1)
+            self.target_labeled_stream = Stream(self.model, labeled, self.extra, self.labels, share_of(size, often), 2 * seed + 1)
         steps = self.settings.steps
         self.steps = round(self.settings.epochs * self.target_stream.per_epoch) if steps is None else steps
         if self.kind is SourceOnly:
@@ -154,14 +157,14 @@ class Run:
         most = min(self.settings.evaluation_texts, affordable)
         draw = np.random.default_rng([self.settings.seed, 3])
         # A correction of the prior is no better than its sample: it must not depend on how many steps a method takes.
-        seen = most if self.settings.prior == "none" else self.settings.evaluation_texts
+        seen = most if self.settings.target_class_prior == "none" else self.settings.evaluation_texts
         self.target_sample = np.sort(draw.permutation(len(self.target))[:seen])
-        self.judged_on = self.held[np.sort(draw.permutation(len(self.held))[:most])]
+        self.evaluated_rows = self.held[np.sort(draw.permutation(len(self.held))[:most])]
 
     def train_source(self, done: int, tensors: dict[str, Tensor]) -> None:
         """Stage 1: theta_1."""
         method = SourceOnly(self.model, SourceOnlySettings(), self.context(self.source_steps))
-        trainer = self.trainer(method, "source", self.source_steps, self.source_rate, None, "adamw", "linear")
+        trainer = self.trainer(method, "source", self.source_steps, self.source_learning_rate, None, "adamw", "linear")
         self.begin(trainer, tensors, stage=1)
         trainer.run(done)
 
@@ -178,7 +181,7 @@ class Run:
         torch.manual_seed(self.settings.seed * 10 + 3)  # what the method draws for its own parts
         method = self.kind(self.model, self.method_settings, context)
         trainer = self.trainer(method, "adapt", self.steps, self.rate, self.target_stream)
-        context.rate = trainer.rate
+        context.learning_rate = trainer.learning_rate
         self.begin(trainer, tensors, stage=2)
         if not self.candidates:
             self.judge(method, 0)
@@ -192,22 +195,22 @@ class Run:
         step = self.candidates[chosen]["step"]
         self.train_left_out()
         load(self.model, self.source_weights)
-        before = self.final_evidence(0)
+        before = self.final_outputs(0)
         if step:
             load(self.model, self.best or self.read_weights(f"best-{step}"))
-        after = self.final_evidence(step) if step else before
+        after = self.final_outputs(step) if step else before
         source_alike = self.with_prior(before)  # the source model as this one is: corrected, if it is
         corrected, after = self.correct_prior(after)
         first = self.estimate(before)
         then = first
         if after is not before:
             alike = self.estimate(source_alike, self.assumed()) if step else None
-            anchor = None if alike is None else (alike, source_alike.target_scores)
+            anchor = None if alike is None else (alike, source_alike.target_logits)
             then = self.estimate(after, self.assumed(), anchor)
         told = diagnostics.warnings(
             self.shares,
-            before.target_scores,
-            after.target_scores,
+            before.target_logits,
+            after.target_logits,
             len(self.target),
             self.classes,
             held_out=len(self.held),
@@ -220,7 +223,7 @@ class Run:
                 f"({self.candidates[0]['score']:.4f}); the adapted ones were not used",
             )
         with self.progress.stage(f"predicting the target {self.unit}", len(self.target)):
-            scores = inference.score(self.model, self.target_stream.tokens, progress=self.progress).scores
+            scores = inference.compute_logits(self.model, self.target_stream.tokens, progress=self.progress).logits
         record = {
             "status": "done",
             **self.about(),
@@ -242,10 +245,10 @@ class Run:
             ],
             "class_shares": {
                 "source_labels": named(self.classes, self.shares),
-                "target_before": named(self.classes, shares(before.target_scores)),
+                "target_before": named(self.classes, shares(before.target_logits)),
                 "target_after": named(self.classes, shares(scores)),
             },
-            "prior": corrected,
+            "target_class_prior": corrected,
             "warnings": told,
         }
         index = method.indexes()
@@ -264,31 +267,35 @@ class Run:
 
     def assumed_shares(self) -> Alignment:
         """By the setting `prior`; what is estimated is estimated with the source model."""
-        kind = self.settings.prior
+        kind = self.settings.target_class_prior
         if kind == "none":
             return Alignment()
         seen = self.evidence(self.held)
-        evidence = seen.source_scores, seen.source_labels, seen.target_scores
+        evidence = seen.source_logits, seen.source_labels, seen.target_logits
         shares = priors.assumed(kind, self.shares, evidence, self.labels[self.extra])
         return Alignment(torch.tensor(shares, dtype=torch.float32, device=self.model.device))
 
-    def correct_prior(self, seen: criteria.Evidence) -> tuple[dict[str, Any] | None, criteria.Evidence]:
+    def correct_prior(self, seen: criteria.CandidateOutputs) -> tuple[dict[str, Any] | None, criteria.CandidateOutputs]:
         """Give the model the biases with which its mean prediction on target texts is what is assumed; and what it says then."""
         if self.align.shares is None:
             return None, seen
-        bias = self.prior_bias(seen.target_scores)
+        bias = self.prior_bias(seen.target_logits)
         add_bias(self.model, bias)
         shares = self.align.shares.cpu().numpy()
-        told = {"kind": self.settings.prior, "shares": named(self.classes, shares), "bias": named(self.classes, bias)}
+        told = {
+            "kind": self.settings.target_class_prior,
+            "shares": named(self.classes, shares),
+            "bias": named(self.classes, bias),
+        }
         return told, self.with_prior(seen)
 
-    def with_prior(self, seen: criteria.Evidence) -> criteria.Evidence:
+    def with_prior(self, seen: criteria.CandidateOutputs) -> criteria.CandidateOutputs:
         """What the model would say with those biases; source texts count as if their classes had the assumed shares too."""
         if self.align.shares is None or not seen.finite:
             return seen
-        bias = self.prior_bias(seen.target_scores)
+        bias = self.prior_bias(seen.target_logits)
         return dataclasses.replace(
-            seen, source_scores=seen.source_scores + bias, target_scores=seen.target_scores + bias,
+            seen, source_logits=seen.source_logits + bias, target_logits=seen.target_logits + bias,
             source_weights=priors.class_weights(seen.source_labels, self.assumed()),
         )  # fmt: skip
 
@@ -312,15 +319,15 @@ class Run:
             meta_loss = method.meta_loss(
                 self.source_stream.of(self.held[:size]), self.target_stream.of(self.target_sample[:size])
             )
-        evidence = self.evidence(self.judged_on, meta_loss)
+        evidence = self.evidence(self.evaluated_rows, meta_loss)
         shipped = self.with_prior(evidence)
         cheap = {name: criteria.score(name, shipped) for name in ("source-validation", "infomax")}
         entry = {"step": step, "score": criteria.score(self.settings.criterion, shipped), **cheap}
         entry = {name: value if np.isfinite(value) else -1e9 for name, value in entry.items()}
         self.candidates.append(entry)
-        line = {"stage": "evaluation", **entry, "target_shares": named(self.classes, shares(evidence.target_scores))}
+        line = {"stage": "evaluation", **entry, "target_shares": named(self.classes, shares(evidence.target_logits))}
         if self.align.shares is not None and evidence.finite:
-            line["bias"] = self.prior_bias(evidence.target_scores).tolist()
+            line["bias"] = self.prior_bias(evidence.target_logits).tolist()
         self.record(line)
         load(self.model, kept)
         if step == 0:
@@ -331,20 +338,22 @@ class Run:
             if self.directory is not None:
                 write_tensors(self.workspace / f"best-{step}.safetensors", weights)
 
-    def evidence(self, held: np.ndarray, meta_loss: float | None = None) -> criteria.Evidence:
+    def evidence(self, held: np.ndarray, meta_loss: float | None = None) -> criteria.CandidateOutputs:
         """What the model as it is now says about held-out source texts and a sample of the target."""
-        source = inference.score(self.model, self.source_stream.tokens, held, features=True)
-        target = inference.score(self.model, self.target_stream.tokens, self.target_sample, features=True)
-        return criteria.Evidence(source.scores, self.labels[held], target.scores, source.features, target.features, meta_loss)
+        source = inference.compute_logits(self.model, self.source_stream.tokens, held, features=True)
+        target = inference.compute_logits(self.model, self.target_stream.tokens, self.target_sample, features=True)
+        return criteria.CandidateOutputs(
+            source.logits, self.labels[held], target.logits, source.features, target.features, meta_loss
+        )
 
-    def final_evidence(self, step: int) -> criteria.Evidence:
+    def final_outputs(self, step: int) -> criteria.CandidateOutputs:
         """That of the weights of `step`, which the model has now, on all held-out texts."""
         seen = self.seen.get(step)  # a resumed run has not seen them
-        return seen if seen is not None and len(self.judged_on) == len(self.held) else self.evidence(self.held)
+        return seen if seen is not None and len(self.evaluated_rows) == len(self.held) else self.evidence(self.held)
 
     def estimate(
         self,
-        seen: criteria.Evidence,
+        seen: criteria.CandidateOutputs,
         shares: np.ndarray | None = None,
         anchor: tuple[accuracy_estimate.Estimate, np.ndarray] | None = None,
     ) -> accuracy_estimate.Estimate | None:
@@ -352,7 +361,7 @@ class Run:
         if not seen.finite or (len(self.held) < accuracy_estimate.FEWEST_HELD_OUT_TEXTS and not self.left_out):
             return None
         return accuracy_estimate.estimate_accuracy(
-            seen.source_scores, seen.source_labels, seen.target_scores, left_out=self.left_out, target_shares=shares,
+            seen.source_logits, seen.source_labels, seen.target_logits, left_out=self.left_out, target_shares=shares,
             anchor=anchor, seed=self.settings.seed,
         )  # fmt: skip
 
@@ -387,12 +396,12 @@ class Run:
         torch.manual_seed(settings.seed * 10 + 4)
         Trainer(
             SourceOnly(self.model, SourceOnlySettings(), self.context(steps)), settings, name=f"without {part.name}", steps=steps,
-            rate=self.source_rate, source=stream, target=None, progress=self.progress, optimizer="adamw", schedule="linear",
+            learning_rate=self.source_learning_rate, source=stream, target=None, progress=self.progress, optimizer="adamw", schedule="linear",
         ).run()  # fmt: skip
-        scores, held = (inference.score(self.model, tokens, rows).scores for rows in (part.tested, part.held))
+        scores, held = (inference.compute_logits(self.model, tokens, rows).logits for rows in (part.tested, part.held))
         target = scores
         if part.kind == FOLD:
-            target = inference.score(self.model, self.target_stream.tokens, self.target_sample).scores
+            target = inference.compute_logits(self.model, self.target_stream.tokens, self.target_sample).logits
         return LeftOut(part.kind, part.name, scores, self.labels[part.tested], held, self.labels[part.held], target)
 
     # ------------------------------------------------------------------ the machinery
@@ -405,8 +414,8 @@ class Run:
             self.generator,
             lambda: 0.0,
             source_size=len(self.labeled),
-            few_rows=torch.from_numpy(self.extra).to(self.model.device),
-            few=self.few_stream,
+            target_labeled_rows=torch.from_numpy(self.extra).to(self.model.device),
+            target_labeled=self.target_labeled_stream,
             class_weights=self.class_weights(),
             align=self.align,
         )
@@ -432,7 +441,7 @@ class Run:
                 self.checkpoint(trainer, done)
 
         trainer = Trainer(
-            method, self.settings, name=stage, steps=steps, rate=rate, source=self.source_stream, target=target,
+            method, self.settings, name=stage, steps=steps, learning_rate=rate, source=self.source_stream, target=target,
             progress=self.progress, optimizer=optimizer, schedule=schedule, record=self.record, after=after,
         )  # fmt: skip
         return trainer
@@ -493,8 +502,8 @@ class Run:
                 "precision": str(self.model.precision or torch.float32).removeprefix("torch."),
                 "frozen_layers": self.model.frozen_layers,
                 "max_length": self.model.max_length,
-                "source_rate": self.source_rate,
-                "rate": self.rate,
+                "source_learning_rate": self.source_learning_rate,
+                "learning_rate": self.rate,
                 "threads": torch.get_num_threads(),
             },
             "versions": versions(),

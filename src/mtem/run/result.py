@@ -14,13 +14,14 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from mtem import inference, models
-from mtem.atomic import read_json, read_tensors, replaced, write_json, write_tensors
+from mtem.atomic import read_json, replaced, write_json
 from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
 from mtem.models import integrity
 from mtem.models.base import Model
 from mtem.run.model_card import card
 from mtem.selection.left_out import LeftOut, from_tensors, to_tensors
+from mtem.tensors import read_tensors, write_tensors
 from mtem.training import weights
 
 BLOCK = 50_000

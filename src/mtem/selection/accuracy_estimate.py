@@ -46,9 +46,9 @@ class Estimate:
 
 
 def estimate_accuracy(
-    source_scores: np.ndarray,
+    source_logits: np.ndarray,
     source_labels: np.ndarray,
-    target_scores: np.ndarray,
+    target_logits: np.ndarray,
     *,
     left_out: Sequence[LeftOut] = (),
     target_shares: np.ndarray | None = None,
@@ -94,11 +94,11 @@ def estimate_accuracy(
     the adaptation has gained nothing, and e, where it is right wherever it is sure: the estimate is halfway. The interval reaches
     over a's and over one of e's own half-widths around it, but not by more than d beyond a's.
     """
-    source_scores, target_scores = np.asarray(source_scores), np.asarray(target_scores)
+    source_logits, target_logits = np.asarray(source_logits), np.asarray(target_logits)
     source_labels = np.asarray(source_labels)
-    if not len(source_scores) or not len(target_scores):
+    if not len(source_logits) or not len(target_logits):
         raise ValueError("an estimate wants at least one source text and one target text")
-    own = _thresholded(source_scores, source_labels, target_scores, target_shares)
+    own = _thresholded(source_logits, source_labels, target_logits, target_shares)
     drawn = _resample(own, resamples, np.random.default_rng(seed))
     ends = np.quantile(drawn, [0.025, 0.975])
     accuracy, method, notes = own.accuracy, "average thresholded confidence", []
@@ -113,7 +113,7 @@ def estimate_accuracy(
         method = "labeled target texts, cross-fitted"
         notes.append(f"from {len(right)} labeled target texts; confidence alone would say {accuracy:.3f}")
         accuracy = float(right.mean())
-        below, above = _share_interval(parts, len(target_scores))
+        below, above = _share_interval(parts, len(target_logits))
     elif domains:
         errors = [_domain_error(one, target_shares) for one in domains]
         domain_error = math.sqrt(float(np.mean(np.square(errors))))
@@ -127,10 +127,10 @@ def estimate_accuracy(
     low, high = accuracy - below, accuracy + above
 
     if anchor is not None:
-        before, before_scores = anchor
-        if len(before_scores) != len(target_scores):
-            raise ValueError(f"the anchor wants scores of the {len(target_scores)} texts, got {len(before_scores)}")
-        changed = float((np.asarray(before_scores).argmax(axis=1) != target_scores.argmax(axis=1)).mean())
+        before, before_logits = anchor
+        if len(before_logits) != len(target_logits):
+            raise ValueError(f"the anchor wants scores of the {len(target_logits)} texts, got {len(before_logits)}")
+        changed = float((np.asarray(before_logits).argmax(axis=1) != target_logits.argmax(axis=1)).mean())
         sure = own.accuracy + (before.accuracy - before.by_threshold if folds else 0.0)
         bound = min(max(sure, before.accuracy - changed), before.accuracy + changed)
         if bound != sure:
@@ -197,10 +197,10 @@ class _Thresholded:
     target_confidence: np.ndarray
 
 
-def _thresholded(scores: np.ndarray, labels: np.ndarray, target_scores: np.ndarray, shares: np.ndarray | None) -> _Thresholded:
+def _thresholded(scores: np.ndarray, labels: np.ndarray, target_logits: np.ndarray, shares: np.ndarray | None) -> _Thresholded:
     weights = class_weights(labels, shares)
     temperature = calibrate(scores, labels, weights)
-    source, target = log_softmax(scores, temperature), log_softmax(target_scores, temperature)
+    source, target = log_softmax(scores, temperature), log_softmax(target_logits, temperature)
     right = source.argmax(axis=1) == labels
     weighted = float(np.average(right, weights=weights))
     source_confidence, target_confidence = -entropy(source), -entropy(target)
@@ -213,7 +213,7 @@ def _thresholded(scores: np.ndarray, labels: np.ndarray, target_scores: np.ndarr
 def _domain_error(left_out: LeftOut, shares: np.ndarray | None) -> float:
     """The estimate for a domain that the model has not seen, less the truth."""
     said = left_out.with_shares(shares)
-    return _thresholded(said.held_scores, said.held_labels, said.scores, shares).accuracy - float(said.right.mean())
+    return _thresholded(said.held_logits, said.held_labels, said.logits, shares).accuracy - float(said.right.mean())
 
 
 def _share_interval(parts: Sequence[np.ndarray], texts: int) -> tuple[float, float]:

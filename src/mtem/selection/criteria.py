@@ -1,6 +1,6 @@
 r"""Choosing among candidate weights without target labels.
 
-A criterion is a plain function of an :class:`Evidence` and higher is better. No target label enters any signature. With
+A criterion is a plain function of an :class:`CandidateOutputs` and higher is better. No target label enters any signature. With
 :math:`p_i` the softmax of target text i, :math:`\bar p` their mean, H the Gibbs entropy and z a feature vector:
 
 ``infomax`` (default)
@@ -55,14 +55,14 @@ LARGEST_LOG_RATIO = math.log(1e6)
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CandidateOutputs:
     """What is known about one candidate without target labels: S held-out source texts, T target texts, K classes."""
 
-    source_scores: np.ndarray
+    source_logits: np.ndarray
     """[S, K] logits on held-out source texts."""
     source_labels: np.ndarray
     """[S] their class numbers."""
-    target_scores: np.ndarray
+    target_logits: np.ndarray
     """[T, K] logits on the unlabeled target texts, or on a sample of them, the same for every candidate."""
     source_features: np.ndarray
     """[S, D]"""
@@ -74,17 +74,17 @@ class Evidence:
     """[S] how much each held-out source text counts, where class shares are assumed of the target; None: all alike."""
 
     def __post_init__(self) -> None:
-        for name in ("source_scores", "target_scores", "source_features", "target_features"):
+        for name in ("source_logits", "target_logits", "source_features", "target_features"):
             object.__setattr__(self, name, np.asarray(getattr(self, name)))
             if getattr(self, name).ndim != 2 or not len(getattr(self, name)):
                 raise ValueError(f"{name} wants shape [rows >= 1, columns], got {getattr(self, name).shape}")
         object.__setattr__(self, "source_labels", np.asarray(self.source_labels))
-        rows, classes = self.source_scores.shape
+        rows, classes = self.source_logits.shape
         wanted = {
             "source_labels": (rows,),
-            "target_scores": (len(self.target_scores), classes),
+            "target_logits": (len(self.target_logits), classes),
             "source_features": (rows, self.source_features.shape[1]),
-            "target_features": (len(self.target_scores), self.source_features.shape[1]),
+            "target_features": (len(self.target_logits), self.source_features.shape[1]),
         }
         if self.source_weights is not None:
             object.__setattr__(self, "source_weights", np.asarray(self.source_weights, dtype=float))
@@ -98,7 +98,7 @@ class Evidence:
     @property
     def finite(self) -> bool:
         """Whether the model that gave these numbers has not diverged."""
-        arrays = (self.source_scores, self.target_scores, self.source_features, self.target_features)
+        arrays = (self.source_logits, self.target_logits, self.source_features, self.target_features)
         return all(bool(np.isfinite(array).all()) for array in arrays)
 
 
@@ -109,34 +109,34 @@ def _mutual_information(log_probs: np.ndarray) -> float:
     return max(0.0, float(diversity - entropy(log_probs).mean()))
 
 
-def infomax(evidence: Evidence) -> float:
+def infomax(evidence: CandidateOutputs) -> float:
     """H(mean p) - mean H(p) on the target, at the temperature fitted on the source. In [0, log K]."""
-    temperature = calibrate(evidence.source_scores, evidence.source_labels, evidence.source_weights)
-    return _mutual_information(log_softmax(evidence.target_scores, temperature))
+    temperature = calibrate(evidence.source_logits, evidence.source_labels, evidence.source_weights)
+    return _mutual_information(log_softmax(evidence.target_logits, temperature))
 
 
-def infomax_raw(evidence: Evidence) -> float:
+def infomax_raw(evidence: CandidateOutputs) -> float:
     """H(mean p) - mean H(p) on the target, at temperature 1. In [0, log K]."""
-    return _mutual_information(log_softmax(evidence.target_scores))
+    return _mutual_information(log_softmax(evidence.target_logits))
 
 
-def source_validation(evidence: Evidence) -> float:
+def source_validation(evidence: CandidateOutputs) -> float:
     """(R + g) / (S + 1) in [0, 1]: R held-out source texts right, g = exp(-cross-entropy) in (0, 1] to break ties.
 
     Where texts have weights (1 on average), R is the weight of those that are right.
     """
     labels, rows, weights = evidence.source_labels, len(evidence.source_labels), evidence.source_weights
-    right = rows * float(np.average(evidence.source_scores.argmax(axis=1) == labels, weights=weights))
-    likelihood = math.exp(np.average(log_softmax(evidence.source_scores)[np.arange(rows), labels], weights=weights))
+    right = rows * float(np.average(evidence.source_logits.argmax(axis=1) == labels, weights=weights))
+    likelihood = math.exp(np.average(log_softmax(evidence.source_logits)[np.arange(rows), labels], weights=weights))
     return (right + likelihood) / (rows + 1)
 
 
-def density(evidence: Evidence, *, rows: int = DENSITY_ROWS, block: int = 500) -> float:
+def density(evidence: CandidateOutputs, *, rows: int = DENSITY_ROWS, block: int = 500) -> float:
     """Soft neighbourhood density, in [0, log(T - 1)]; 0 for a single text.
 
     Of more than ``rows`` texts, evenly spaced ones are taken; similarities are computed ``block`` rows at a time.
     """
-    probs = np.exp(log_softmax(evidence.target_scores))
+    probs = np.exp(log_softmax(evidence.target_logits))
     if len(probs) > rows:
         probs = probs[np.linspace(0, len(probs) - 1, rows).astype(int)]
     count = len(probs)
@@ -152,14 +152,14 @@ def density(evidence: Evidence, *, rows: int = DENSITY_ROWS, block: int = 500) -
     return total / count
 
 
-def dev(evidence: Evidence) -> float:
+def dev(evidence: CandidateOutputs) -> float:
     r"""Minus the target risk by deep embedded validation; near [-1, 0], outside it when the weights are wild.
 
     .. math:: -\Big(\overline{w e} + \eta\,(\bar w - 1)\Big), \quad \eta = -\mathrm{Cov}(w e, w)/\mathrm{Var}(w)
 
     with e the 0/1 error on a held-out source text and w its density ratio target/source, see :func:`density_ratio`.
     """
-    errors = (evidence.source_scores.argmax(axis=1) != evidence.source_labels).astype(float)
+    errors = (evidence.source_logits.argmax(axis=1) != evidence.source_labels).astype(float)
     weights = density_ratio(evidence.source_features, evidence.target_features)
     losses = weights * errors
     spread = weights.var()
@@ -198,21 +198,21 @@ def density_ratio(source: np.ndarray, target: np.ndarray, *, seed: int = 0) -> n
     return np.exp(np.clip(best[: len(source)], -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
 
 
-def reverse(evidence: Evidence) -> float:
+def reverse(evidence: CandidateOutputs) -> float:
     """Balanced accuracy on the source of a classifier that learned the candidate's target labels. In [0, 1].
 
     The mean is over the classes that occur among the source labels. One class for the whole target scores 1/K.
     """
-    pseudo = evidence.target_scores.argmax(axis=1)
+    pseudo = evidence.target_logits.argmax(axis=1)
     if len(np.unique(pseudo)) < 2:
-        return 1.0 / evidence.target_scores.shape[1]
+        return 1.0 / evidence.target_logits.shape[1]
     target, source = _standardise(evidence.target_features, evidence.source_features)
     predicted = _fit(target, pseudo, REVERSE_STRENGTH).predict(source)
     labels = evidence.source_labels
     return float(np.mean([(predicted[labels == label] == label).mean() for label in np.unique(labels)]))
 
 
-def meta(evidence: Evidence) -> float:
+def meta(evidence: CandidateOutputs) -> float:
     """Minus the source loss after a virtual step on the target."""
     if evidence.meta_loss is None:
         raise RequestError(
@@ -222,7 +222,7 @@ def meta(evidence: Evidence) -> float:
     return -float(evidence.meta_loss)
 
 
-CRITERIA: dict[str, Callable[[Evidence], float]] = {
+CRITERIA: dict[str, Callable[[CandidateOutputs], float]] = {
     "infomax": infomax,
     "infomax-raw": infomax_raw,
     "source-validation": source_validation,
@@ -234,7 +234,7 @@ CRITERIA: dict[str, Callable[[Evidence], float]] = {
 DEFAULT_CRITERION = "infomax"
 
 
-def score(criterion: str, evidence: Evidence) -> float:
+def score(criterion: str, evidence: CandidateOutputs) -> float:
     """One candidate by one criterion; ``-inf`` for a model that has diverged."""
     if criterion not in CRITERIA:
         raise RequestError(f"unknown criterion {criterion!r}; choose one of {', '.join(CRITERIA)}")
@@ -244,7 +244,7 @@ def score(criterion: str, evidence: Evidence) -> float:
     return -math.inf if math.isnan(value) else value
 
 
-def scores(evidence: Evidence) -> dict[str, float]:
+def scores(evidence: CandidateOutputs) -> dict[str, float]:
     """One candidate by every criterion that can be computed from the evidence."""
     return {name: score(name, evidence) for name in CRITERIA if name != "meta" or evidence.meta_loss is not None}
 

@@ -13,8 +13,8 @@ FEW_HELD_OUT_TEXTS = 50
 
 def warnings(
     source_share: np.ndarray,
-    before_scores: np.ndarray | None,
-    after_scores: np.ndarray,
+    before_logits: np.ndarray | None,
+    after_logits: np.ndarray,
     texts: int,
     classes: Sequence[str],
     *,
@@ -26,7 +26,7 @@ def warnings(
     Parameters
     ----------
     source_share : [K] the classes' shares among the source labels.
-    before_scores, after_scores : [T, K] on the same target texts, by the source model (None if there is no other) and
+    before_logits, after_logits : [T, K] on the same target texts, by the source model (None if there is no other) and
         by the model kept.
     texts : number of unlabeled target texts there are.
     classes : the K names.
@@ -35,7 +35,7 @@ def warnings(
     """
     count = len(classes)
     source_share = np.asarray(source_share, dtype=float)
-    predicted = np.asarray(after_scores).argmax(axis=1)
+    predicted = np.asarray(after_logits).argmax(axis=1)
     share = np.bincount(predicted, minlength=count) / max(1, len(predicted))
     found = []
 
@@ -49,7 +49,7 @@ def warnings(
         for k in np.flatnonzero((source_share >= min(0.05, 0.5 / count)) & (share < source_share / 10)):
             found.append(
                 f"collapse: {classes[k]!r} is {source_share[k]:.1%} of the source labels but {share[k]:.1%} of the"
-                f" target predictions{_before(before_scores, k)}; the class may have been driven out"
+                f" target predictions{_before(before_logits, k)}; the class may have been driven out"
             )
     distance = float(np.abs(share - source_share).sum()) / 2
     by_chance = float(np.sqrt(source_share * (1 - source_share) / (2 * math.pi * max(1, len(predicted)))).sum())
@@ -61,8 +61,8 @@ def warnings(
             + (", ..." if count > 5 else "")
             + "): either the target is like that or the model leans to a class; the estimate cannot tell which"
         )
-    if before_scores is not None and len(predicted):
-        changed = float((np.asarray(before_scores).argmax(axis=1) != predicted).mean())
+    if before_logits is not None and len(predicted):
+        changed = float((np.asarray(before_logits).argmax(axis=1) != predicted).mean())
         if changed > 0.3:
             found.append(
                 f"drift: adaptation changed {changed:.1%} of the target predictions (more than 30.0%); look at some of"

@@ -40,29 +40,29 @@ class LeftOut:
 
     kind: str
     name: str
-    scores: np.ndarray
+    logits: np.ndarray
     """[N, K] of the texts that were left out."""
     labels: np.ndarray
-    held_scores: np.ndarray
+    held_logits: np.ndarray
     """[S, K] of held-out texts of the domains that it was trained on."""
     held_labels: np.ndarray
-    target_scores: np.ndarray
-    """[T, K] of unlabeled target texts; for a domain, which stands for the target itself, the same as ``scores``."""
+    target_logits: np.ndarray
+    """[T, K] of unlabeled target texts; for a domain, which stands for the target itself, the same as ``logits``."""
 
     def with_shares(self, shares: np.ndarray | None) -> LeftOut:
         """As the model would be shipped if these class shares were assumed of the target."""
         if shares is None:
             return self
-        bias = priors.correction(self.target_scores, shares)
+        bias = priors.correction(self.target_logits, shares)
         return LeftOut(
-            self.kind, self.name, self.scores + bias, self.labels, self.held_scores + bias, self.held_labels,
-            self.target_scores + bias,
+            self.kind, self.name, self.logits + bias, self.labels, self.held_logits + bias, self.held_labels,
+            self.target_logits + bias,
         )  # fmt: skip
 
     @property
     def right(self) -> np.ndarray:
         """[N] whether each text that was left out is classified correctly."""
-        return self.scores.argmax(axis=1) == self.labels
+        return self.logits.argmax(axis=1) == self.labels
 
 
 def find_parts(
@@ -126,7 +126,7 @@ def _folds(rows: np.ndarray, labels: np.ndarray, count: int, draw: np.random.Gen
 
 
 def to_tensors(left_out: Sequence[LeftOut]) -> dict[str, Tensor]:
-    names = ("scores", "labels", "held_scores", "held_labels", "target_scores")
+    names = ("logits", "labels", "held_logits", "held_labels", "target_logits")
     return {
         f"{number}.{name}": torch.from_numpy(np.ascontiguousarray(getattr(one, name)))
         for number, one in enumerate(left_out)
@@ -138,7 +138,7 @@ def from_tensors(tensors: Mapping[str, Tensor], about: Sequence[Mapping[str, Any
     """`about` has the kind and the name of each."""
     return [
         LeftOut(one["kind"], one["name"], *(
-            tensors[f"{number}.{name}"].numpy() for name in ("scores", "labels", "held_scores", "held_labels", "target_scores")
+            tensors[f"{number}.{name}"].numpy() for name in ("logits", "labels", "held_logits", "held_labels", "target_logits")
         ))
         for number, one in enumerate(about)
     ]  # fmt: skip

@@ -38,12 +38,12 @@ def calibration(scores: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarr
     return float(np.exp(-found[0])), found[1:] - found[1:].mean()
 
 
-def estimate(source_scores: np.ndarray, source_labels: np.ndarray, target_scores: np.ndarray, *, steps: int = 1000) -> np.ndarray:
+def estimate(source_logits: np.ndarray, source_labels: np.ndarray, target_logits: np.ndarray, *, steps: int = 1000) -> np.ndarray:
     """The target's class shares by expectation-maximisation, from logits of held-out source and of target texts."""
-    temperature, bias = calibration(source_scores, source_labels)
-    classes = target_scores.shape[1]
+    temperature, bias = calibration(source_logits, source_labels)
+    classes = target_logits.shape[1]
     start = (np.bincount(source_labels, minlength=classes) + 1.0) / (len(source_labels) + classes)
-    probs = softmax(np.asarray(target_scores, dtype=np.float64) / temperature + bias, axis=1)
+    probs = softmax(np.asarray(target_logits, dtype=np.float64) / temperature + bias, axis=1)
     shares = start
     for _ in range(steps):
         weighted = probs * (shares / start)
@@ -90,9 +90,9 @@ def floored(shares: np.ndarray) -> np.ndarray:
     return shares / shares.sum()
 
 
-def correction(target_scores: np.ndarray, shares: np.ndarray, *, steps: int = 500) -> np.ndarray:
+def correction(target_logits: np.ndarray, shares: np.ndarray, *, steps: int = 500) -> np.ndarray:
     """The bias of each class, of mean 0, with which the mean of the softmax is `shares`."""
-    scores = np.asarray(target_scores, dtype=np.float64)
+    scores = np.asarray(target_logits, dtype=np.float64)
     bias = np.zeros(scores.shape[1])
     for _ in range(steps):
         mean = softmax(scores + bias, axis=1).mean(axis=0)

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mtem.atomic import _save, read_json, replaced
+from mtem.atomic import read_json, replaced
 from mtem.methods.alignment import Alignment
 from mtem.methods.base import Method
+from mtem.tensors import save_tensors
 from mtem.training.trainer import Trainer
 from mtem.training.weights import current, load, under
 
@@ -52,7 +53,7 @@ class Checkpoints:
         place = self.directory / name
         with replaced(place) as temporary:
             temporary.mkdir()
-            _save(temporary / "tensors.safetensors", tensors)
+            save_tensors(temporary / "tensors.safetensors", tensors)
             (temporary / "record.json").write_text(json.dumps(record, allow_nan=False), encoding="utf-8")
         for other in self.directory.iterdir():
             stale = other.name.startswith((".step-", "step-")) and other != place

@@ -20,12 +20,12 @@ class TrainingSettings:
     max_length: int = setting(256, "tokens kept of a text", low=4)
     batch_size: int = setting(50, "texts in a batch, of the source and of the target", low=1)
     source_epochs: float = setting(3.0, "passes over the labeled texts before the adaptation", low=0.0)
-    source_rate: float | None = setting(
+    source_learning_rate: float | None = setting(
         None, "learning rate of the source training; none: 5e-5, or 5e-4 when lower layers are frozen; bigcn 2e-3", low=0.0
     )
     epochs: float = setting(2.0, "passes over the unlabeled texts in the adaptation", low=0.0)
     steps: int | None = setting(None, "steps of the adaptation, in place of epochs", low=0)
-    rate: float | None = setting(
+    learning_rate: float | None = setting(
         None, "learning rate of the adaptation; none: 2e-5, or 2e-4 when lower layers are frozen; bigcn 5e-4", low=0.0
     )
     optimizer: str = setting(
@@ -33,10 +33,10 @@ class TrainingSettings:
         choices=("adamw", "adam", "sgd"),
     )  # fmt: skip
     schedule: str = setting("linear", "of the learning rate", choices=SCHEDULES)
-    warmup: float = setting(0.1, "share of the steps in which the rate rises", low=0.0, high=1.0)
+    warmup_ratio: float = setting(0.1, "share of the steps in which the rate rises", low=0.0, high=1.0)
     weight_decay: float = setting(0.01, "of matrices; biases and norms have none", low=0.0)
     layer_decay: float = setting(1.0, "each layer's rate relative to the one above it", low=0.01, high=1.0)
-    clip: float = setting(1.0, "largest norm of the gradient; 0: as it is", low=0.0)
+    max_grad_norm: float = setting(1.0, "largest norm of the gradient; 0: as it is", low=0.0)
     frozen_layers: int | None = setting(
         None, "lower layers kept as they are (negative: all but so many); none: 0 on a GPU, all but two on a CPU"
     )
@@ -51,7 +51,7 @@ class TrainingSettings:
         "none", "of the loss on labeled texts; balanced: rare classes count as much as frequent ones",
         choices=("none", "balanced"),
     )  # fmt: skip
-    prior: str = setting(
+    target_class_prior: str = setting(
         "none",
         "class shares assumed of the target: pseudo labels are aligned with them, and in the end each class gets the bias that "
         "brings the predictions there. labeled: those of the labeled target texts. estimated: from the unlabeled texts, where "
@@ -75,10 +75,10 @@ class TrainingSettings:
     checkpoint_seconds: float = setting(60.0, "time between two checkpoints", low=0.0)
 
 
-def find_rates(settings: TrainingSettings, defaults: tuple[float, float]) -> tuple[float, float]:
+def find_learning_rates(settings: TrainingSettings, defaults: tuple[float, float]) -> tuple[float, float]:
     """(source, adaptation): the settings', or where they give none the model's."""
     source, adaptation = defaults
     return (
-        source if settings.source_rate is None else settings.source_rate,
-        adaptation if settings.rate is None else settings.rate,
+        source if settings.source_learning_rate is None else settings.source_learning_rate,
+        adaptation if settings.learning_rate is None else settings.learning_rate,
     )

@@ -30,7 +30,7 @@ class Trainer:
         *,
         name: str,
         steps: int,
-        rate: float,
+        learning_rate: float,
         source: Stream,
         target: Stream | None,
         progress: Progress,
@@ -39,25 +39,25 @@ class Trainer:
         record: Callable[[dict[str, Any]], None] = lambda line: None,
         after: Callable[[int], None] = lambda done: None,
     ) -> None:
-        self.method, self.settings, self.name, self.steps, self.base_rate = method, settings, name, steps, rate
+        self.method, self.settings, self.name, self.steps, self.base_learning_rate = method, settings, name, steps, learning_rate
         self.source, self.target, self.progress, self.record, self.after = source, target, progress, record, after
         self.schedule = schedule or settings.schedule
-        self.optimizer = make_optimizer(method, settings, optimizer or settings.optimizer, rate)
+        self.optimizer = make_optimizer(method, settings, optimizer or settings.optimizer, learning_rate)
         scaled = method.model.precision is torch.float16
         self.scaler = torch.amp.GradScaler(method.model.device.type, enabled=scaled)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._norm: Tensor | None = None
-        self._rate = rate
+        self._learning_rate = learning_rate
 
-    def rate(self) -> float:
+    def learning_rate(self) -> float:
         """The current learning rate, before layer-wise decay."""
-        return self._rate
+        return self._learning_rate
 
     def run(self, first: int = 0) -> None:
         with self.progress.stage(self.name, self.steps):
             self.progress.advance(first)
             for step in range(first, self.steps):
-                self._set_rate(step)
+                self._set_learning_rate(step)
                 target = self.target(step) if self.target is not None else None
                 try:
                     log = self.method.step(step, self.source(step), target, self.update)
@@ -74,7 +74,7 @@ class Trainer:
                 self.after(step + 1)
 
     def update(
-        self, loss: Tensor | None, between: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
+        self, loss: Tensor | None, before_step: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
     ) -> None:
         """Backward, clipping, one optimizer step; what `methods.Update` says."""
         if loss is not None:
@@ -86,11 +86,11 @@ class Trainer:
                     gradient = gradients[name] if scale is None else gradients[name] * scale
                     # Contiguous: the fused kernels on the CPU read the memory and not the strides.
                     parameter.grad = gradient.contiguous() if parameter.grad is None else parameter.grad.add_(gradient)
-        if between is not None:
-            between()
-        if self.settings.clip:
+        if before_step is not None:
+            before_step()
+        if self.settings.max_grad_norm:
             self.scaler.unscale_(self.optimizer)
-            self._norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+            self._norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)  # now, so that the next step's passes have that memory
@@ -128,14 +128,14 @@ class Trainer:
 
     # ------------------------------------------------------------------ inside
 
-    def _set_rate(self, step: int) -> None:
+    def _set_learning_rate(self, step: int) -> None:
         if self.schedule == "assumption-2":  # Assumption 2: eta_t = min(1, k1 / t), with k1 the base rate
-            self._rate = schedules.assumption_theta(step + 1, k1=self.base_rate)
+            self._learning_rate = schedules.assumption_theta(step + 1, k1=self.base_learning_rate)
         else:
-            warmup = round(self.settings.warmup * self.steps)
-            self._rate = self.base_rate * schedules.SCHEDULES[self.schedule](step, self.steps, warmup)
+            warmup = round(self.settings.warmup_ratio * self.steps)
+            self._learning_rate = self.base_learning_rate * schedules.SCHEDULES[self.schedule](step, self.steps, warmup)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate * group["factor"]
+            group["lr"] = self._learning_rate * group["factor"]
 
     def _log(self, step: int, log: dict[str, Tensor | float]) -> None:
         figures = {name: float(value) for name, value in log.items()}
@@ -144,13 +144,13 @@ class Trainer:
         for name, value in figures.items():
             if name.endswith("loss") and not math.isfinite(value):
                 raise RunError(f"{self.name}, step {step + 1}: {name} is {value}; try a smaller learning rate")
-        line: dict[str, Any] = {"stage": self.name, "step": step + 1, "rate": self._rate}
+        line: dict[str, Any] = {"stage": self.name, "step": step + 1, "learning_rate": self._learning_rate}
         line |= {name: value if math.isfinite(value) else None for name, value in figures.items()}
         shown = {name.replace("_", " "): value for name, value in figures.items() if name != "gradient_norm"}
         index = self.method.indexes()
         if index is not None and len(index):
             at = torch.tensor([0.1, 0.5, 0.9], device=index.device, dtype=index.dtype)
-            # Sorting a million of them would take longer than the steps between two lines; a thin sample says the same.
+            # Sorting a million of them would take longer than the steps before_step two lines; a thin sample says the same.
             line["index_quantiles"] = torch.quantile(index[:: -(-len(index) // QUANTILE_SAMPLE)], at).tolist()
             shown["index"] = "/".join(f"{value:.2f}" for value in line["index_quantiles"])  # type: ignore[assignment]
         self.record(line)

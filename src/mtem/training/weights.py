@@ -49,7 +49,7 @@ def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def add_bias(model: Model, bias: Sequence[float] | np.ndarray) -> None:
     """Give the model's head a correction of the prior."""
     if model.head.bias is None:
-        raise RunError("prior: the encoder's head has no bias that could carry the correction; set prior=none")
+        raise RunError("prior: the encoder's head has no bias that could carry the correction; set target_class_prior=none")
     model.head.bias.add_(torch.from_numpy(np.asarray(bias)).to(model.head.bias))
 
 

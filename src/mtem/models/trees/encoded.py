@@ -12,8 +12,8 @@ from mtem.atomic import replaced
 Arrays = dict[str, np.ndarray]
 
 
-class Threads:
-    """Threads one behind the other, in flat arrays.
+class EncodedThreads:
+    """EncodedThreads one behind the other, in flat arrays.
 
     Attributes
     ----------
@@ -54,14 +54,14 @@ class Threads:
         return {**graph, "words": words, "weights": np.asarray(self.arrays["weights"][entries], np.float32), "nodes": nodes}
 
     @classmethod
-    def of(cls, pieces: Iterable[Arrays]) -> Threads:
+    def of(cls, pieces: Iterable[Arrays]) -> EncodedThreads:
         """In memory, from pieces as `stored` takes them."""
         pieces = list(pieces)
         joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
         return cls(joined.pop("lengths"), joined.pop("parents"), joined)
 
 
-def stored(folder: Path, pieces: Iterable[Arrays], width: int) -> Threads:
+def stored(folder: Path, pieces: Iterable[Arrays], width: int) -> EncodedThreads:
     """The threads in `folder`; written there first, piece by piece, if they are not there.
 
     A piece has "lengths", "parents" and the arrays of the features.
@@ -78,7 +78,7 @@ def stored(folder: Path, pieces: Iterable[Arrays], width: int) -> Threads:
     return threads
 
 
-def _mapped(folder: Path, width: int) -> Threads | None:
+def _mapped(folder: Path, width: int) -> EncodedThreads | None:
     """None where nothing is, or not all of it."""
     arrays = {}
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -95,7 +95,7 @@ def _mapped(folder: Path, width: int) -> Threads | None:
         wanted = {"parents": posts, "counts": posts, "words": entries, "weights": entries}
     if any(sizes.get(name) != size for name, size in wanted.items()):
         return None
-    return Threads(arrays.pop("lengths"), arrays.pop("parents"), arrays)
+    return EncodedThreads(arrays.pop("lengths"), arrays.pop("parents"), arrays)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

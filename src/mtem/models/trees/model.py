@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtem.atomic import read_json, read_tensors, write_json, write_tensors
+from mtem.atomic import read_json, write_json
 from mtem.data.batching import send
 from mtem.data.cache import cache_folder, fingerprint_of
 from mtem.data.corpus import Corpus
-from mtem.data.threads import Tree
+from mtem.data.threads import Thread
 from mtem.errors import RequestError
 from mtem.models import encoders, integrity
 from mtem.models.base import CosineHead, Inputs, Model
@@ -25,9 +25,10 @@ from mtem.models.registry import MODEL_TYPE
 from mtem.models.trees import views
 from mtem.models.trees.bigcn import BiGCN, Dense, Graph, Sparse
 from mtem.models.trees.embeddings import Embeddings
-from mtem.models.trees.encoded import Threads, stored
+from mtem.models.trees.encoded import EncodedThreads, stored
 from mtem.models.trees.features import TEXT_VERSION, NodeFeatures, Tfidf, Vectors
 from mtem.settings import setting
+from mtem.tensors import read_tensors, write_tensors
 
 KINDS: dict[str, Any] = {kind.kind: kind for kind in (Tfidf, Vectors, Embeddings)}
 _FORMAT = 1  # of a saved model, and part of every cache address: raise it when what is written changes
@@ -76,8 +77,8 @@ class TreeModel(Model):
     # ten passes are what it takes for every index to find its place.
     # Events differ in their share of rumours, and self-training drives the rarer class out unless shares are assumed; even ones
     # served best on events held out of the sources (docs/pheme.md).
-    defaults: ClassVar[dict[str, Any]] = {"source_epochs": 4.0, "epochs": 10.0, "prior": "uniform"}
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"rate": 5e-3, "prior": "none"}}
+    defaults: ClassVar[dict[str, Any]] = {"source_epochs": 4.0, "epochs": 10.0, "target_class_prior": "uniform"}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"learning_rate": 5e-3, "target_class_prior": "none"}}
 
     def __init__(self, network: BiGCN, features: NodeFeatures, classes: Sequence[str]) -> None:
         super().__init__()
@@ -168,7 +169,9 @@ class TreeModel(Model):
 
     # ------------------------------------------------------------------ from threads to tensors
 
-    def encode(self, corpus: Corpus, *, cache: Path | None = None, progress: Callable[[int, int], None] | None = None) -> Threads:
+    def encode(
+        self, corpus: Corpus, *, cache: Path | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> EncodedThreads:
         """The threads' features, from the cache if they were made before."""
         cache = cache if cache is not None else corpus.cache
         address = fingerprint_of(str(_FORMAT), corpus.fingerprint, self.features.fingerprint)
@@ -184,21 +187,21 @@ class TreeModel(Model):
 
         return stored(cache_folder("threads", cache) / address, pieces(), self.features.width)
 
-    def encode_trees(self, trees: Sequence[Tree]) -> Threads:
+    def encode_threads(self, trees: Sequence[Thread]) -> EncodedThreads:
         """A handful of threads, in memory."""
-        return Threads.of([self._piece(trees)])
+        return EncodedThreads.of([self._piece(trees)])
 
-    def encode_texts(self, texts: Sequence[str]) -> Threads:
+    def encode_texts(self, texts: Sequence[str]) -> EncodedThreads:
         """Texts as threads without replies, in memory."""
-        return self.encode_trees([Tree([text], [-1]) for text in texts])
+        return self.encode_threads([Thread([text], [-1]) for text in texts])
 
-    def _piece(self, trees: Sequence[Tree], store: Any = None) -> dict[str, np.ndarray]:
+    def _piece(self, trees: Sequence[Thread], store: Any = None) -> dict[str, np.ndarray]:
         lengths = np.array([len(tree.parents) for tree in trees], np.int32)
         parents = np.array([parent for tree in trees for parent in tree.parents], np.int32)
         texts = [text for tree in trees for text in tree.texts]
         return {"lengths": lengths, "parents": parents, **self.features.encode(texts, self.device, store)}
 
-    def collate(self, threads: Threads, rows: np.ndarray) -> dict[str, Tensor]:
+    def collate(self, threads: EncodedThreads, rows: np.ndarray) -> dict[str, Tensor]:
         """The threads at `rows` as one graph. It stays on the CPU, wherever the model is: `bigcn` says why."""
         return {name: torch.from_numpy(array) for name, array in threads.batch(rows).items()}
 
@@ -218,7 +221,7 @@ class TreeModel(Model):
             return send(inputs["values"], self.device)
         return Sparse(inputs["words"], inputs["weights"], inputs["nodes"], _graph(inputs)).dense(self.features.width, self.device)
 
-    def perturbable(self, inputs: Inputs) -> Tensor:
+    def input_embeddings(self, inputs: Inputs) -> Tensor:
         """The posts' features, [posts, width], zeros included."""
         return self._values(inputs).detach().float()
 
@@ -236,12 +239,12 @@ class TreeModel(Model):
     def prepare(self, inputs: Inputs) -> Inputs:
         return inputs
 
-    def smooth(self) -> contextlib.AbstractContextManager[None]:
+    def differentiable_attention(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     # ------------------------------------------------------------------ layers
 
-    def default_rates(self) -> tuple[float, float]:
+    def default_learning_rates(self) -> tuple[float, float]:
         return 2e-3, 5e-4
 
     def depths(self) -> dict[str, int]:
@@ -252,7 +255,7 @@ class TreeModel(Model):
         if layers:
             raise RequestError(f"frozen_layers={layers}: this model has no pretrained layers to freeze; use 0")
 
-    def keep_lower(self, threads: Threads, path: Path, progress: Any, name: str, limit: float) -> Threads:
+    def keep_lower(self, threads: EncodedThreads, path: Path, progress: Any, name: str, limit: float) -> EncodedThreads:
         return threads
 
 
@@ -266,9 +269,9 @@ def _graph(inputs: Inputs) -> Graph:
     return Graph(inputs["parents"], inputs["trees"], inputs["roots"])
 
 
-def _portions(corpus: Corpus) -> Iterator[list[Tree]]:
+def _portions(corpus: Corpus) -> Iterator[list[Thread]]:
     """The threads in portions of some thousand posts."""
-    trees: list[Tree] = []
+    trees: list[Thread] = []
     posts = 0
     for start in range(0, len(corpus), 256):
         for tree in corpus.trees(range(start, min(start + 256, len(corpus)))):
