@@ -203,7 +203,8 @@ class Watch:
         kept = context.few_rows if context.few is not None and pilot.settings.outer == "kept" else None
         number = len(self.rows)
         if kept is not None:
-            outers = [source.of(kept.cpu().numpy()[first : first + 50]) for first in range(0, min(len(kept), 200), 50)]
+            drawn = np.random.default_rng(number).permutation(kept.cpu().numpy())  # files have one class after the other
+            outers = [source.of(drawn[first : first + 50]) for first in range(0, min(len(drawn), 200), 50)]
         else:
             outers = [source(10_000 + 4 * number + each) for each in range(4)]
         return pilot.signal(target(20_000 + number), outers) if len(outers) > 1 else None
