@@ -26,6 +26,7 @@ import mtem
 from mtem import inference, methods
 from mtem.data.batching import Batches
 from mtem.data.loading import load_corpus
+from mtem.methods import registry
 from mtem.progress import Progress
 from mtem_paper import splits
 
@@ -50,6 +51,12 @@ def read(data: Path, target: str, seed: int, small: int | None = None) -> tuple[
         cut = {name: getattr(division, name)[:: len(getattr(division, name)) // small] for name in ("unlabeled", "test", "truth")}
         division = dataclasses.replace(division, **cut)
     return there.sources, division
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 # ---------------------------------------------------------------------- masked words
@@ -81,6 +88,11 @@ def pretrain(args: argparse.Namespace) -> None:
     texts = [*load_corpus(sources, labeled=True).texts(), *division.unlabeled][: args.small]
     ids = tokenizer(texts, truncation=True, max_length=256, return_special_tokens_mask=True)
     lengths = np.array([len(one) for one in ids["input_ids"]])
+    words = torch.full((len(texts), int(lengths.max())), tokenizer.pad_token_id)
+    fixed = torch.ones_like(words, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        words[row, :length] = torch.tensor(ids["input_ids"][row])
+        fixed[row, :length] = torch.tensor(ids["special_tokens_mask"][row]).bool()
     embeddings = model.get_input_embeddings()
     head = Head(embeddings).to(device)
     parameters = [*model.parameters(), *head.parameters()]
@@ -90,37 +102,42 @@ def pretrain(args: argparse.Namespace) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (0.06 * steps + 1), (steps - step) / (0.94 * steps))
     )
-    started, total = time.monotonic(), 0.0
+    started, losses = time.monotonic(), []
     model.train()
     for step in range(steps):
         rows = batches(step)
         longest = int(lengths[rows].max())
-        inputs = torch.full((len(rows), longest), tokenizer.pad_token_id)
-        special = torch.ones_like(inputs, dtype=torch.bool)
-        for number, row in enumerate(rows):
-            inputs[number, : lengths[row]] = torch.tensor(ids["input_ids"][row])
-            special[number, : lengths[row]] = torch.tensor(ids["special_tokens_mask"][row]).bool()
+        inputs, special = words[rows, :longest], fixed[rows, :longest]
         mask = (inputs != tokenizer.pad_token_id).long()
         chosen = (torch.rand(inputs.shape) < 0.15) & ~special
         drawn = torch.rand(inputs.shape)
         seen = inputs.masked_fill(chosen & (drawn < 0.8), tokenizer.mask_token_id)
         other = torch.randint(len(tokenizer), inputs.shape)
         seen = torch.where(chosen & (drawn > 0.9), other, seen)
-        places = torch.nonzero(chosen.view(-1)).view(-1).to(device)
+        places = torch.nonzero(chosen.reshape(-1)).view(-1).to(device)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             hidden = model(input_ids=seen.to(device), attention_mask=mask.to(device)).last_hidden_state
             logits = head(hidden.reshape(-1, hidden.shape[-1])[places], embeddings)
-        loss = F.cross_entropy(logits.float(), inputs.view(-1).to(device)[places])
+        loss = F.cross_entropy(logits.float(), inputs.reshape(-1).to(device)[places])
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
-        total = 0.98 * total + 0.02 * float(loss.detach()) if step % 10 == 0 else total
+        if step % 100 == 0 or step == steps - 1:
+            losses.append(round(float(loss.detach()), 3))
+            print("step", step, losses[-1], round(time.monotonic() - started, 1), flush=True)
     args.to.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.to)
     tokenizer.save_pretrained(args.to)
-    print("pretrained", args.target, steps, round(float(loss.detach()), 3), round(time.monotonic() - started, 1), flush=True)
+    row = {
+        "pretrained": args.target, "encoder": args.encoder, "seed": args.seed, "texts": len(texts), "steps": steps,
+        "passes": args.passes, "batch": args.batch, "learning_rate": args.rate, "losses": losses,
+        "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+    if args.out:
+        write(args.out, row)
+    print("pretrained", args.target, steps, losses[-1], row["seconds"], flush=True)
 
 
 # ---------------------------------------------------------------------- adaptation
@@ -166,6 +183,7 @@ class Watch:
             row |= {"w": [round(float(value), 4) for value in pilot.w], "sure_share": float((sure >= 0.95).mean())}
             row["signal"] = self.signal(pilot)
         self.rows.append(row)
+        print("candidate", json.dumps(row), flush=True)  # what is left of a run that is cut short
 
     @torch.no_grad()
     def agreement(self, model: Any, labels: np.ndarray, pilot: Any) -> np.ndarray:
@@ -186,7 +204,8 @@ class Watch:
         kept = context.target_labeled_rows if context.target_labeled is not None and pilot.settings.outer == "kept" else None
         number = len(self.rows)
         if kept is not None:
-            outers = [source.of(kept.cpu().numpy()[first : first + 50]) for first in range(0, min(len(kept), 200), 50)]
+            drawn = np.random.default_rng(number).permutation(kept.cpu().numpy())  # files have one class after the other
+            outers = [source.of(drawn[first : first + 50]) for first in range(0, min(len(drawn), 200), 50)]
         else:
             outers = [source(10_000 + 4 * number + each) for each in range(4)]
         return pilot.signal(target(20_000 + number), outers) if len(outers) > 1 else None
@@ -200,7 +219,7 @@ def adapt(args: argparse.Namespace) -> None:
     sources, division = read(args.data, args.target, args.seed, args.small)
     method = str(HERE / "shared_index.py")
     pilot = methods.get(method)
-    methods._from_file = lambda path: pilot  # one class object, so that its `current` is the one that runs
+    registry._from_file = lambda path: pilot  # one class object, so that its `current` is the one that runs
     labeled: dict[str, Any] = {}
     kept: tuple[list[str], list[str]] | None = None
     names = sorted(sources)
@@ -226,7 +245,11 @@ def adapt(args: argparse.Namespace) -> None:
         "progress": Progress(quiet=True), **dict(item.split("=", 1) for item in args.set),
     }  # fmt: skip
     started = time.monotonic()
-    theta = mtem.adapt(labeled, division.unlabeled, method="source-only", **common)
+    if args.theta and (args.theta / "run.json").is_file():
+        theta = mtem.load(args.theta)
+    else:
+        theta = mtem.adapt(labeled, division.unlabeled, method="source-only", output=args.theta, **common)
+    print("source model", round(time.monotonic() - started, 1), flush=True)
     watch = Watch(
         load_corpus(division.test, labeled=False, name="test"), np.array([theta.classes.index(each) for each in division.truth])
     )
@@ -246,14 +269,13 @@ def adapt(args: argparse.Namespace) -> None:
         source_model=theta, observe=watch, **given,
     )  # fmt: skip
     row = {
-        "config": args.config, "target": args.target, "seed": args.seed, "model": Path(args.model).name, "passes": args.passes,
-        "learning_rate": args.rate, "changed": config, "set": args.set, "candidates": watch.rows, "kept_out": left if args.config in TWO else None,
+        "config": args.config, "encoder": args.encoder, "target": args.target, "seed": args.seed,
+        "model": Path(args.model).name, "passes": args.passes, "learning_rate": args.rate, "changed": config, "set": args.set,
+        "candidates": watch.rows, "kept_out": left if args.config in TWO else None,
         "chosen_step": adapted.record["selection"]["chosen_step"], "seconds": round(time.monotonic() - started, 1),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "versions": adapted.record["versions"],
     }  # fmt: skip
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    write(args.out, row)
     print(args.config, args.target, args.seed, [round(one["accuracy"], 4) for one in watch.rows], row["seconds"], flush=True)
 
 
@@ -266,6 +288,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--to", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--theta", type=Path, help="folder of the source model: taken from there, or kept there once trained")
+    parser.add_argument("--encoder", help="what the rows call the encoder")
     parser.add_argument("--config", choices=tuple(CONFIGS))
     parser.add_argument("--passes", type=float, default=12)
     parser.add_argument("--steps", type=int)

@@ -6,8 +6,8 @@ as it is, with weight :math:`p^{\psi_i - 1}`. `trust` says where :math:`\psi_i` 
 - ``fixed``: `index_initial` for all;
 - ``threshold``: 1, and only labels that the teacher is sure of count;
 - ``per-text``: a number for each text, moved by the sign of its gradient, as in MTEM's preset;
-- ``shared``: :math:`\psi_i = 1 + \mathrm{softplus}(w \cdot \phi_i)`, with :math:`\phi_i` blind to which class is predicted (1, the
-  teacher's confidence, the student's agreement on its view, how stable the label was over visits), and w learned through the
+- ``shared``: :math:`\psi_i = 1 + \mathrm{softplus}(w \cdot \phi_i)`, with :math:`\phi_i` blind to which class is predicted (1,
+  the teacher's confidence, the student's agreement on its view, how stable the label was over visits), and w learned through the
   same exact gradients.
 
 `outer` says whose labels the outer loop looks at: ``source`` (the batch that is also trained on) or ``kept`` (the labeled target
