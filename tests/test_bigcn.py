@@ -253,13 +253,13 @@ def test_noise_has_a_gradient_and_a_norm_for_each_thread(model, rows):
     noise = torch.zeros_like(model.input_embeddings(inputs)).requires_grad_()
     (gradient,) = torch.autograd.grad(model({**inputs, "noise": noise}).logsumexp(1).sum(), noise)
     assert gradient.abs().sum() > 0
-    norms = model.norms(gradient, inputs)
+    norms = model.embedding_norms(gradient, inputs)
     assert norms.shape == (len(noise), 1)
     for number in range(3):
         mine = inputs["trees"] == number
         torch.testing.assert_close(norms[mine], gradient[mine].norm().expand(int(mine.sum()), 1))
-    unit = model.unit(gradient, inputs)
-    torch.testing.assert_close(model.norms(unit, inputs), torch.ones(len(noise), 1))
+    unit = model.unit_directions(gradient, inputs)
+    torch.testing.assert_close(model.embedding_norms(unit, inputs), torch.ones(len(noise), 1))
 
 
 def test_collating_is_picking_threads(model, rows):
@@ -354,7 +354,7 @@ def test_nothing_there_depends_on_values(model, rows, view):
     assert all(value.device.type == "cpu" for value in inputs.values())
     inputs = inputs if view is None else model.augment(inputs, view, 0.4, draws())
     noise = torch.zeros_like(model.input_embeddings(inputs)).requires_grad_()
-    assert model.unit(noise, inputs).device.type == "meta"
+    assert model.unit_directions(noise, inputs).device.type == "meta"
     for given in (inputs, {**inputs, "noise": noise}):
         scores = model(given)
         assert scores.device.type == "meta" and scores.shape == (24, 3)

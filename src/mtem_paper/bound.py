@@ -159,12 +159,12 @@ def flipped(model: Model, tokens: Any, rows: np.ndarray, radii: Sequence[float],
         loss = nn.functional.cross_entropy(scores, classes, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, noise)
         directions = [gradient, torch.randn(values.shape, generator=generator).to(values) * (values != 0)]
-        norms = model.norms(values, inputs)
+        norms = model.embedding_norms(values, inputs)
         found = torch.zeros(len(batch), dtype=torch.bool, device=scores.device)
         with torch.no_grad():
             for place in np.argsort(radii):
                 for direction in directions:
-                    moved = model.unit(direction, inputs) * norms * radii[place]
+                    moved = model.unit_directions(direction, inputs) * norms * radii[place]
                     found |= model({**inputs, "noise": moved}).argmax(dim=1) != classes
                 counts[place] += int(found.sum())
         done += len(batch)

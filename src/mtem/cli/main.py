@@ -247,7 +247,7 @@ def list_settings(method: Annotated[str, typer.Argument(help="Whose settings.")]
     from mtem.training.settings import TrainingSettings
 
     kind = methods.get(method)
-    trees = models.kind(models.BIGCN)
+    trees = models.get_class(models.BIGCN)
     for title, fields in (
         (f"settings of {method}", kind.Settings),
         ("settings of every method", TrainingSettings),

@@ -163,7 +163,7 @@ class Biat(Method):
         """Along the direction, of each text's own length."""
         values = self.model.input_embeddings(inputs)
         direction = direction * (values != 0).any(dim=-1, keepdim=True)  # padding stays what it is
-        return radius * self.model.norms(values, inputs) * self.model.unit(direction, inputs)
+        return radius * self.model.embedding_norms(values, inputs) * self.model.unit_directions(direction, inputs)
 
     # ------------------------------------------------------------------ for the trainer
 

@@ -68,7 +68,7 @@ class Model(nn.Module):
 
     ``forward(inputs) -> logits``
         float32 ``[N, K]``; ``inputs["noise"]``, if there, is added to what `input_embeddings` returns.
-    ``input_embeddings(inputs) -> Tensor``, ``norms(values, inputs) -> Tensor``
+    ``input_embeddings(inputs) -> Tensor``, ``embedding_norms(values, inputs) -> Tensor``
         the continuous values that stand for the examples (input embeddings), and each example's norm of such values,
         in a shape that divides them.
     ``augment(inputs, kind, share, generator) -> inputs``
@@ -139,9 +139,9 @@ class Model(nn.Module):
         """A handful of threads, in memory; a model of texts sees their roots."""
         return self.encode_texts([tree.texts[0] for tree in trees])
 
-    def unit(self, values: Tensor, inputs: Inputs) -> Tensor:
+    def unit_directions(self, values: Tensor, inputs: Inputs) -> Tensor:
         """The values divided by each example's norm: directions of length 1 (an example of zeros stays one)."""
-        norms = self.norms(values, inputs)
+        norms = self.embedding_norms(values, inputs)
         return values * torch.where(norms > 0, 1 / norms, 0.0)
 
     def train(self, mode: bool = True) -> Model:

@@ -20,7 +20,7 @@ BIGCN = "bigcn"  # any other name is an encoder's
 MODEL_TYPE = "mtem-bigcn"  # in the configuration of a saved one
 
 
-def kind(name: str | os.PathLike[str]) -> type[Model]:
+def get_class(name: str | os.PathLike[str]) -> type[Model]:
     """The class of the models of that name, with its `Settings`, `defaults` and `presets`."""
     if os.fspath(name) == BIGCN:
         from mtem.models.trees.model import TreeModel

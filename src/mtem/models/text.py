@@ -182,7 +182,7 @@ class TextModel(Model):
         values = inputs["hidden"] if "hidden" in inputs else self.network.get_input_embeddings()(inputs["input_ids"])
         return (values * inputs["attention_mask"].unsqueeze(-1)).detach().float()
 
-    def norms(self, values: Tensor, inputs: Inputs) -> Tensor:
+    def embedding_norms(self, values: Tensor, inputs: Inputs) -> Tensor:
         """The norm over all tokens of each text, [N, 1, 1]."""
         return torch.linalg.vector_norm(values, dim=(1, 2), keepdim=True)
 

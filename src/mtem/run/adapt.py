@@ -70,7 +70,7 @@ def adapt(
         Any field of `TrainingSettings` or of the settings of the method or the model.
     """
     progress = progress or Progress(quiet=True)
-    kind, shape = methods.get(method), models.kind(model)
+    kind, shape = methods.get(method), models.get_class(model)
     parts = find_settings(model, method, preset, given)
     training: TrainingSettings = parts["training"]
     device = find_device(training.device)
@@ -162,7 +162,7 @@ def say_what_was_read(corpus: Corpus, shape: type[Model], progress: Progress) ->
 
 def find_settings(model: str | os.PathLike[str], method: str, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of an adaptation, as "training", "method" and "model": the defaults, the preset's, those given on top."""
-    kind, shape = methods.get(method), models.kind(model)
+    kind, shape = methods.get(method), models.get_class(model)
     if preset not in kind.presets:
         raise RequestError(f"unknown preset '{preset}': {method} has {', '.join(kind.presets)}")
     values = {**shape.defaults, **kind.presets[preset]}

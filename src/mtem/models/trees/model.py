@@ -225,7 +225,7 @@ class TreeModel(Model):
         """The posts' features, [posts, width], zeros included."""
         return self._values(inputs).detach().float()
 
-    def norms(self, values: Tensor, inputs: Inputs) -> Tensor:
+    def embedding_norms(self, values: Tensor, inputs: Inputs) -> Tensor:
         """The norm over all posts of each thread, [posts, 1]."""
         squares, trees = values.square().sum(dim=1), send(inputs["trees"], values.device)
         sums = squares.new_zeros(len(inputs["roots"])).index_add(0, trees, squares)
