@@ -7,6 +7,7 @@ adapted.predict(["the lid does not fit"])
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from mtem.errors import RequestError, RunError
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from mtem.run.result import Adapted, load
 
 __all__ = ["Adapted", "RequestError", "RunError", "adapt", "load"]
+
+# A library prints nothing: its messages go to the logger "mtem", which the command line shows.
+logging.getLogger("mtem").addHandler(logging.NullHandler())
 
 _MODULES = ("tsallis", "annealing", "schedules", "metagrad", "selection", "datasets", "metrics", "data", "methods", "models")
 _PLACES = {"adapt": "mtem.run.adapt", "Adapted": "mtem.run.result", "load": "mtem.run.result"}

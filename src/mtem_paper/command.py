@@ -47,7 +47,9 @@ def reproduce(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the summary.")] = False,
 ) -> None:
-    """Repeat the paper's experiments, cell by cell; what is there already is not run again.
+    """Repeat the paper's experiments, run by run.
+
+    Runs that have a result already are not run again.
 
     **Examples**
 
@@ -65,13 +67,13 @@ def reproduce(
     failed = False
     model = model or {"pheme": "bigcn"}.get(dataset, "minilm")
     if what in (*RUNS, "all"):
-        from mtem.cli.main import _settings
+        from mtem.cli.console import parse_settings
         from mtem_paper import protocol
 
         cells = protocol.plan(
             [name for name in RUNS if what in (name, "all")], dataset, model, protocol.model_name(model, model_name),
             seeds=None if seeds is None else numbers(seeds), targets=listed(targets), settings_=listed(settings),
-            pools=listed(pools), variants=listed(variants), overrides=_settings(set_),
+            pools=listed(pools), variants=listed(variants), overrides=parse_settings(set_),
         )  # fmt: skip
         if not cells:
             raise RequestError(f"{what}: nothing to run for {dataset} with these options")
@@ -107,7 +109,7 @@ def run(
     from mtem_paper import runner, splits
 
     find_device(device)
-    models.find(model, find_settings(model, cells[0].method, cells[0].preset, cells[0].given)["model"])
+    models.find(model, find_settings(model, cells[0].method, cells[0].preset, cells[0].given).model)
     for target, pool in dict.fromkeys((cell.target, cell.pool) for cell in cells):
         splits.read(cells[0].dataset, data, target, pool)
     try:

@@ -195,10 +195,10 @@ def fits(variant: str, dataset: str, setting: str, target: str) -> bool:
 def row(dataset: str, model: str, name: str, variant: str, overrides: Mapping[str, Any]) -> Cell:
     """The cell of a variant, for any setting, pool, target and seed."""
     what = find(variant)
-    known = settings.names(*map(type, find_settings(model, what.method, what.preset, {}).values()))
+    known = settings.names(*map(type, find_settings(model, what.method, what.preset, {})))
     own = {key: value for key, value in overrides.items() if key in known}
     given = {**DATASETS[dataset].given, **what.given, **own}
-    parts = find_settings(model, what.method, what.preset, given).values()
+    parts = find_settings(model, what.method, what.preset, given)
     found = settings.record(*parts)
     given, own = ({key: found[key] for key in part} for part in (given, own))  # as they were understood: "4" is 4
     changed = {key: value for key, value in settings.changed(*parts).items() if key not in FREE}

@@ -68,7 +68,7 @@ class Group:
         key = cell.variant if own or cell.oracle else ""
         if key not in self._begun:
             method = cell.method if own else "source-only"
-            known = settings.names(*map(type, find_settings(self.model, method, "recommended", {}).values()))
+            known = settings.names(*map(type, find_settings(self.model, method, "recommended", {})))
             given = {**DATASETS[cell.dataset].given, **cell.overrides, "steps": 0, **alone(cell)}
             given = {name: given[name] for name in given if name in known}
             try:
@@ -83,7 +83,7 @@ class Group:
     def shared(self, cell: Cell, given: Mapping[str, Any]) -> Adapted:
         """theta_1 from its folder; trained first, if it is not there. Trained again on a GPU it would not be quite the same."""
         parts = find_settings(self.model, "source-only", "recommended", given)
-        defining = [cell.group, settings.record(*parts.values())]  # whatever the rules of the adaptation are
+        defining = [cell.group, parts.record()]  # whatever the rules of the adaptation are
         digest = hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:8]
         place = self.source_models.joinpath(*cell.group[:-2], f"{cell.target}-{cell.seed}-{digest}")
         if not place.is_dir():
@@ -149,7 +149,7 @@ def solve(cell: Cell, group: Group) -> dict[str, Any]:
         return cross_fitted(cell, group)
     theta = group.begin(cell)
     begun = time.monotonic()
-    own = find_settings(group.model, cell.method, cell.preset, cell.given)["training"].learning_rate
+    own = find_settings(group.model, cell.method, cell.preset, cell.given).training.learning_rate
     rate = theta.record["resolved"]["learning_rate"] if own is None else own
     search: list[dict[str, Any]] = []
     best: tuple[Adapted, Watch] | None = None

@@ -196,7 +196,14 @@ def observed(
 
     name = f"{case}, seed {seed}"
     trainer = Trainer(
-        method, training, name=name, steps=steps, learning_rate=training.learning_rate, target=target_stream, after=look, **shared
+        method,
+        training,
+        name=name,
+        steps=steps,
+        learning_rate=training.learning_rate,
+        target=target_stream,
+        after_step=look,
+        **shared,
     )
     context.learning_rate = trainer.learning_rate
     look(0)

@@ -1,24 +1,77 @@
-"""The command line: parse, call, print. What a command does is in the library."""
+"""The command line: the table of commands, and how errors become exit codes.
+
+A command is one function in a file of its own: it parses, calls the library and prints. To add one, write the file and an entry in
+`COMMANDS`. A command's module is imported when the command is called, so `mtem --help` is quick.
+"""
 
 from __future__ import annotations
 
-import inspect
-import json
+import importlib
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
+from mtem.cli.console import out
 from mtem.errors import DiskFullError, RequestError, RunError
-from mtem.progress import Progress
-from mtem_paper.command import reproduce
+
+# name -> (module, function, the first line of its help)
+COMMANDS = {
+    "adapt": ("mtem.cli.adapt", "adapt", "Train on labeled texts of old domains, adapt to unlabeled texts of a new one."),
+    "predict": ("mtem.cli.predict", "predict", "Add a prediction and its confidence to every row of a file, of any size."),
+    "evaluate": ("mtem.cli.evaluate", "evaluate", "Measure accuracy, macro-F1 and more on labeled texts."),
+    "methods": ("mtem.cli.methods", "methods", "List what can be given to --method."),
+    "settings": ("mtem.cli.settings", "settings", "List what can be given to --set, with defaults and meanings."),
+    "demo": ("mtem.cli.demo", "demo", "Adapt on the bundled Amazon sample (CPU, a few minutes) and show the result."),
+    "data": ("mtem.cli.data", "app", "Prepare data sets."),
+    "reproduce": ("mtem_paper.command", "reproduce", "Repeat the paper's experiments, run by run."),
+    "cost": ("mtem_paper.cost_command", "cost", "Measure time, memory and error of a step with each gradient engine."),
+}
+INTERRUPTED = 130  # exit code of typer for Ctrl-C
+CONTINUE = {
+    "adapt": "; the same command with --resume continues",
+    "demo": "; the same command continues from here",
+    "reproduce": "; the same command continues from here",
+}
+
+
+class LazyGroup(TyperGroup):
+    """Commands from `COMMANDS`. Their help comes from the table; they are imported when they are called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a stand-in with the command's help, without importing it."""
+        return _make_command(cmd_name, lambda: None, help=COMMANDS[cmd_name][2]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the command that is called."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name in COMMANDS else command, rest
+
+
+def load_command(name: str) -> Any:
+    """Import the command called `name`."""
+    module, attribute, _ = COMMANDS[name]
+    function: Any = getattr(importlib.import_module(module), attribute)
+    return typer.main.get_command(function) if isinstance(function, typer.Typer) else _make_command(name, function)
+
+
+def _make_command(name: str, function: Callable[..., None], help: str | None = None) -> Any:
+    single = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    single.command(name, help=help, context_settings={"help_option_names": ["-h", "--help"]})(function)
+    return typer.main.get_command(single)
+
 
 app = typer.Typer(
     name="mtem",
+    cls=LazyGroup,
     help="Adapt a text classifier to a domain where nobody has labels.",
     no_args_is_help=True,
     add_completion=False,
@@ -26,19 +79,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data_app = typer.Typer(help="Prepare data sets.", no_args_is_help=True)
-app.add_typer(data_app, name="data")
-app.command()(reproduce)
-
-out = Console(soft_wrap=True, highlight=False)
-INTERRUPTED = 130  # what typer makes of Ctrl-C
-GOING_ON = {
-    "adapt": "; the same command with --resume goes on",
-    "demo": "; the same command goes on from here",
-    "reproduce": "; the same command goes on from here",
-}
-
-Column = Annotated[str | None, typer.Option(help="Name of the column; the usual names are found without it.")]
 
 
 def _version(wanted: bool) -> None:
@@ -56,362 +96,20 @@ def options(
     """Adapt a text classifier to a domain where nobody has labels."""
 
 
-@app.command()
-def adapt(
-    source: Annotated[
-        list[Path], typer.Option(help="Labeled texts or threads (csv, tsv, jsonl, parquet; .gz too). May be given again.")
-    ],
-    target: Annotated[list[Path], typer.Option(help="Unlabeled texts or threads of the new domain. May be given again.")],
-    output: Annotated[Path, typer.Option(help="Folder for the run; it must not hold another one.")],
-    target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled ones of the new domain.")] = None,
-    model: Annotated[
-        str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name; or 'bigcn' for reply trees.")
-    ] = "minilm",
-    features: Annotated[
-        str | None, typer.Option(help="With --model bigcn, what a post is to it: tfidf, vectors, encoder.")
-    ] = None,
-    method: Annotated[str, typer.Option(help="One of those that 'mtem methods' lists.")] = "mtem",
-    source_model: Annotated[
-        Path | None, typer.Option(help="The folder of another run, whose model before its adaptation is taken as it is.")
-    ] = None,
-    preset: Annotated[
-        str, typer.Option(help="'recommended', or 'paper': the algorithm and constants as printed.")
-    ] = "recommended",
-    engine: Annotated[
-        str | None,
-        typer.Option(help="Index gradient: layerwise (exact; the default), forward (exact), taylor, second-order (exact)."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; see 'mtem settings'.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same machine: same result.")] = None,
-    text_column: Column = None,
-    label_column: Column = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --output.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only warnings and the result.")] = False,
-) -> None:
-    """Train on labeled texts of old domains, adapt to unlabeled texts of a new one.
-
-    **Examples**
-
-    mtem adapt --source books.csv --source dvd.csv --target kitchen.csv --output run/
-
-    mtem adapt --source books.csv --target kitchen.csv --target-labeled few.csv --set epochs=3 --output run/
-
-    mtem adapt --source books.csv --target kitchen.csv --output run/ --resume
-
-    mtem adapt --source charliehebdo.jsonl --source ottawashooting.jsonl --target ferguson.jsonl --model bigcn --output run/
-    """
-    given = _settings(set_)
-    for name, value in (("engine", engine), ("features", features)):
-        if value is not None:
-            given[name] = value
-    if features is not None and model != "bigcn":
-        raise RequestError(f"--features {features}: only --model bigcn has features of posts")
-    if seed is not None:
-        given["seed"] = seed
-    from mtem.run.adapt import adapt as run
-
-    for name in given:
-        if name in inspect.signature(run).parameters:
-            raise RequestError(f"--set {name}={given[name]}: '{name}' is no setting; see 'mtem adapt --help' for the options")
-    adapted = run(
-        source, target, target_labeled=target_labeled or None,
-        model=model, method=method, preset=preset, source_model=source_model, output=output, resume=resume,
-        text_column=text_column, label_column=label_column, progress=Progress(quiet=quiet), **given,
-    )  # fmt: skip
-    _summary(adapted.record, output)
-
-
-@app.command()
-def predict(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    file: Annotated[Path, typer.Argument(help="Texts or threads: csv, tsv, jsonl or parquet, .gz too.")],
-    output: Annotated[Path, typer.Option(help="Where to write; the ending gives the format.")],
-    text_column: Column = None,
-    probabilities: Annotated[bool, typer.Option("--probabilities", help="Add one column per class.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")] = "auto",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-) -> None:
-    """Add a prediction and its confidence to every row of a file, of any size; all columns are kept.
-
-    **Example**
-
-    mtem predict run/ new.csv --output predictions.csv
-    """
-    from mtem import inference
-
-    adapted = _load(run, device)
-    progress = Progress(quiet=quiet)
-    with progress.stage("predicting", None):
-        done = inference.predict_file(
-            adapted.model, file, output, text_column=text_column, all_probabilities=probabilities, progress=progress
-        )
-    counts = ", ".join(f"{name} {count}" for name, count in done.counts.items())
-    out.print(f"{output}: {done.rows} rows ({counts})", markup=False)
-    if done.empty:
-        rows = "1 row has" if done.empty == 1 else f"{done.empty} rows have"
-        out.print(f"{rows} no text and no prediction", style="yellow", markup=False)
-
-
-@app.command()
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    file: Annotated[Path, typer.Argument(help="Labeled texts or threads.")],
-    compare: Annotated[bool, typer.Option("--compare", help="Also the model before the adaptation.")] = False,
-    text_column: Column = None,
-    label_column: Column = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")] = "auto",
-) -> None:
-    """Accuracy, macro-F1, figures per class and a confusion matrix on labeled texts.
-
-    **Example**
-
-    mtem evaluate run/ labeled.csv --compare
-    """
-    from mtem import inference, metrics
-    from mtem.data.loading import load_corpus
-
-    adapted = _load(run, device)
-    corpus = load_corpus(str(file), labeled=True, text_column=text_column, label_column=label_column)
-    labels = corpus.label_numbers(adapted.classes)
-    progress = Progress()
-    for line in corpus.notices:
-        progress.notice(line)
-    models = {"after": adapted.model}
-    if compare:
-        before = adapted.source_model()
-        if before is None:
-            raise RequestError(f"{run}: the model before the adaptation was not kept, so there is nothing to --compare with")
-        before.precision = adapted.model.precision
-        models = {"before": before.to(adapted.model.device), **models}
-    found = {}
-    for name, model in models.items():
-        tokens = model.encode(corpus)
-        with progress.stage(f"evaluating ({name} adaptation)" if compare else "evaluating", len(tokens)):
-            scores = inference.compute_logits(model, tokens, progress=progress).logits
-        found[name] = metrics.evaluate(labels, scores.argmax(axis=1), adapted.classes, inference.probabilities(scores))
-    if as_json:
-        result = {name: value.to_dict() for name, value in found.items()}
-        out.print_json(json.dumps(result if compare else result["after"]))
-        return
-    for name, value in found.items():
-        if compare:
-            out.print(Text(f"{name} the adaptation", style="bold"))
-        metrics.render(value, out, corpus.unit)
-
-
-@app.command()
-def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the run.")] = Path("demo-run"),
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")] = False,
-) -> None:
-    """Adapt on the bundled Amazon sample (CPU, a few minutes) and show what came of it.
-
-    **Example**
-
-    mtem demo --output demo-run/
-    """
-    from mtem.cli import demo as shown
-
-    shown.run(output, out, Progress(quiet=quiet))
-
-
-@app.command("methods")
-def list_methods() -> None:
-    """What can be given to --method, with the paper it is from and whether it needs labeled target texts.
-
-    **Example**
-
-    mtem methods
-    """
-    from mtem import methods
-
-    table = Table("method", "what it does", "paper", "target labels", box=None, header_style="bold")
-    for name in methods.METHODS:
-        kind = methods.get(name)
-        table.add_row(name, kind.summary, kind.paper, "needed" if kind.needs_target_labels else "optional")
-    out.print(table)
-
-
-@app.command("settings")
-def list_settings(method: Annotated[str, typer.Argument(help="Whose settings.")] = "mtem") -> None:
-    """What can be given to --set, with defaults and meanings; the paper preset's values beside them.
-
-    **Example**
-
-    mtem settings mtem
-    """
-    from mtem import methods, models, settings
-    from mtem.training.settings import TrainingSettings
-
-    kind = methods.get(method)
-    trees = models.get_class(models.BIGCN)
-    for title, fields in (
-        (f"settings of {method}", kind.Settings),
-        ("settings of every method", TrainingSettings),
-        ("settings of --model bigcn", trees.Settings),
-    ):
-        rows = settings.describe(fields)
-        if not rows:
-            continue
-        table = Table("setting", "default", "paper", "meaning", title=title, title_justify="left", box=None, header_style="bold")
-        for name, default, meaning in rows:
-            recommended, paper = kind.presets["recommended"], kind.presets.get("paper", {})
-            shown = str(recommended.get(name, default))
-            table.add_row(name, shown, str(paper[name]) if name in paper and str(paper[name]) != shown else "", Text(meaning))
-        out.print(table)
-    others = ", ".join(f"{name} = {value}" for name, value in trees.defaults.items())
-    out.print(f"with --model bigcn the default is {others}", markup=False)
-
-
-@app.command("cost")
-def show_cost(
-    model: Annotated[str, typer.Option(help="An encoder, or the shape 'bert-base' or 'minilm' with random weights.")] = "minilm",
-    batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "50",
-    length: Annotated[int, typer.Option(help="Tokens of every text.")] = 128,
-    engines: Annotated[
-        str | None,
-        typer.Option(
-            help="Some of the rows, with semicolons; all without it: plain; layerwise (the engine that 'mtem adapt' takes unless "
-            "told otherwise); layerwise, pieces 2; layerwise, v at theta; forward; taylor; second-order."
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "auto",
-    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
-    repeats: Annotated[int, typer.Option(help="Steps timed; the median counts.")] = 10,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows there.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Also draw time and memory against the batch size there (.svg).")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, texts and labels.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-) -> None:
-    """Time, memory and error of a whole MTEM step with each engine, beside a plain fine-tuning step of the same batch.
-
-    **Examples**
-
-    mtem cost --model bert-base --length 256 --device cuda --json cost.json
-
-    mtem cost --batch 10,20,30,40,50,60 --engines 'plain;layerwise;taylor;second-order' --figure cost.svg
-    """
-    from mtem.atomic import atomic_write, write_json
-    from mtem.training.devices import find_device, find_precision
-    from mtem_paper import cost
-    from mtem_paper.figures import cost_figure
-
-    place = find_device(device)
-    exact = find_precision(precision, place)
-    named = {None: "fp32"}.get(exact) or {"bfloat16": "bf16", "float16": "fp16"}[str(exact).removeprefix("torch.")]
-    wanted = tuple(part.strip() for part in engines.split(";")) if engines else cost.ENGINES
-    unknown = [name for name in wanted if name not in cost.ENGINES]
-    if unknown:
-        raise RequestError(f"--engines {unknown[0]}: there are {'; '.join(cost.ENGINES)}")
-    wanted = ("plain", *(name for name in wanted if name != "plain"))  # what all others are measured against
-    try:
-        sizes = [int(size) for size in batch.split(",")]
-    except ValueError:
-        raise RequestError(f"--batch {batch}: whole numbers with commas are wanted, as in 10,20,30") from None
-    if min(sizes) < 2 or length < 4 or repeats < 1:
-        raise RequestError("--batch must be at least 2, --length 4 and --repeats 1")
-    shared = {"model": model, "device": str(place), "precision": named, "attention": attention, "repeats": repeats, "seed": seed}
-    keep = (lambda rows: write_json(json_file, rows)) if json_file is not None else (lambda rows: None)
-    rows = cost.measure(list(cost.cases(wanted, sizes, [length], **shared)), Progress(quiet=quiet), keep)
-    if figure is not None:
-        with atomic_write(figure) as stream:
-            stream.write(cost_figure(rows).encode())
-    cost.render(rows, out)
-
-
-@data_app.command()
-def prepare(
-    dataset: Annotated[str, typer.Argument(help="amazon (reviews) or pheme (threads of tweets)")],
-    from_: Annotated[Path, typer.Option("--from", help="The original archive or folder, or the JSON-lines form.")],
-    to: Annotated[Path, typer.Option(help="Folder to write to.")],
-) -> None:
-    """Turn a published data set into files that the other commands read.
-
-    **Examples**
-
-    mtem data prepare amazon --from domain_sentiment_data.tar.gz --to amazon/
-
-    mtem data prepare pheme --from PHEME_veracity.tar.bz2 --to pheme/
-    """
-    from mtem.datasets import amazon, pheme
-
-    datasets = {"amazon": amazon.prepare, "pheme": pheme.prepare}
-    if dataset not in datasets:
-        raise RequestError(f"unknown data set '{dataset}': there are {' and '.join(datasets)}")
-    for line in datasets[dataset](from_, to):
-        out.print(line, markup=False)
-
-
-# ---------------------------------------------------------------------- printing
-
-
-def _summary(record: dict[str, Any], output: Path) -> None:
-    from mtem.run.model_card import withheld
-
-    choice = record["selection"]
-    if choice["kept_source_model"]:
-        kept = "the source model was kept" if record["steps"]["adapt"] else "source training only"
-    else:
-        kept = f"weights of step {choice['chosen_step']} of {record['steps']['adapt']}, chosen by {choice['criterion']}"
-    out.print(Text(kept))
-    estimates = record.get("estimate") or {}
-    if not any(estimates.get(name) for name in ("before", "after")):
-        out.print(Text(withheld(record), style="yellow"))
-    else:
-        after = estimates.get("after") or {}
-        whence = "from its labeled texts" if str(after.get("method")).startswith("labeled") else "without labels"
-        out.print(f"estimated accuracy on the target, {whence} (95 % interval):")
-        for name in ("before", "after"):
-            value = estimates.get(name)
-            told = "withheld" if value is None else f"{value['accuracy']:.3f}  ({value['low']:.3f} to {value['high']:.3f})"
-            out.print(f"  {name:<7}{told}")
-        for note in after.get("notes", ()):
-            out.print(Text(f"  {note}"))
-    what = f"{record.get('unit', 'texts')} and indexes"
-    out.print(Text(f"model: {output / 'model'}   record: {output / 'run.json'}   {what}: {output / 'indexes.parquet'}"))
-
-
-def _settings(given: list[str] | None) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for item in given or []:
-        name, equals, value = item.partition("=")
-        if not equals or not name.strip():
-            raise RequestError(f"--set {item}: KEY=VALUE is wanted, as in --set epochs=3")
-        values[name.strip().replace("-", "_")] = value.strip()
-    return values
-
-
-def _load(run: Path, device: str) -> Any:
-    from mtem.run.result import Adapted
-    from mtem.training.devices import find_device, find_precision
-
-    adapted = Adapted.load(run)
-    place = find_device(device)
-    adapted.model.to(place)
-    adapted.model.precision = find_precision("auto", place)
-    return adapted
-
-
 def main() -> None:
-    """Errors in one line: exit code 2 for a wrong request, 1 for a run that failed, 130 for one that was interrupted."""
+    """Run the command line. An error is one line: exit code 2 for a wrong request, 1 for a failed run, 130 for Ctrl-C."""
     try:
         app()
     except RequestError as error:
         _fail(str(error), 2)
     except RunError as error:
-        resume = (
-            isinstance(error, DiskFullError) and _command() == "adapt"
-        )  # the others have no such option: running again is enough
+        resume = isinstance(error, DiskFullError) and _command() == "adapt"  # the others just run again
         _fail(str(error) + (" with --resume" if resume else ""), 1)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            _fail("interrupted" + GOING_ON.get(_command(), ""), INTERRUPTED)
+            _fail("interrupted" + CONTINUE.get(_command(), ""), INTERRUPTED)
         raise
 
 

@@ -13,7 +13,7 @@ from mtem.data.corpus import Corpus, sort_classes, spelling
 SHOWN = 6  # classes, or files, named in a line
 
 
-def lines(corpus: Corpus) -> list[str]:
+def describe_files(corpus: Corpus) -> list[str]:
     """A line for each file: how many texts or threads, from which columns, how many of each class, how many left out."""
     told = []
     rows = np.bincount(corpus.table.column("file").to_numpy(), minlength=len(corpus.files))
@@ -30,7 +30,7 @@ def lines(corpus: Corpus) -> list[str]:
     return told
 
 
-def notices(corpus: Corpus) -> list[str]:
+def warnings(corpus: Corpus) -> list[str]:
     """What a person should look at before the files are used together."""
     return [*_columns(corpus, "text"), *_columns(corpus, "label"), *_spellings(corpus), *_label_sets(corpus)]
 

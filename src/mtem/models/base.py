@@ -88,6 +88,20 @@ class Model(nn.Module):
     defaults: ClassVar[dict[str, Any]] = {}
     # preset name -> what the papers give for this model, in place of what a method's preset of that name says
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    # of the model card
+    library_name: ClassVar[str]
+    pipeline_tag: ClassVar[str | None] = None
+    card_title: ClassVar[str]
+
+    @classmethod
+    def card_usage(cls, record: Mapping[str, Any]) -> str:
+        """Return how to use a saved model, for its card."""
+        raise NotImplementedError
+
+    @classmethod
+    def warnings_for(cls, corpus: Any) -> list[str]:
+        """Return what a user should know about giving this corpus to such a model."""
+        return []
 
     def __init__(self) -> None:
         super().__init__()

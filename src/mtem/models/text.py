@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,25 @@ class TextModel(Model):
     first layers are constants: they run without gradients and without dropout, once per batch (`prepare`), however often a
     method passes the batch through the rest.
     """
+
+    library_name = "transformers"
+    pipeline_tag = "text-classification"
+    card_title = "A text classifier"
+
+    @classmethod
+    def card_usage(cls, record: Mapping[str, Any]) -> str:
+        """Return how to use a saved model, for its card."""
+        return (
+            f"Texts are truncated at {record['resolved']['max_length']} tokens. A pipeline needs to be told: "
+            '`pipeline("text-classification", PATH)(texts, truncation=True)`.'
+        )
+
+    @classmethod
+    def warnings_for(cls, corpus: Corpus) -> list[str]:
+        """Return what a user should know about giving this corpus to such a model."""
+        if not corpus.threaded:
+            return []
+        return [f"{corpus.name}: these are threads; an encoder reads their first post only; --model bigcn reads the replies"]
 
     def __init__(self, network: nn.Module, tokenizer: Any, max_length: int) -> None:
         super().__init__()

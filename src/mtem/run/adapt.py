@@ -1,31 +1,58 @@
-"""`mtem.adapt`: from labeled and unlabeled texts to a chosen model, its estimate and its run directory."""
+"""`mtem.adapt`: check the request, load the data and the model, run the pipeline."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mtem import methods, models, settings
-from mtem.atomic import read_json
 from mtem.data import summary
 from mtem.data.corpus import Corpus, check_source, check_target
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
+from mtem.methods.base import Method
 from mtem.models import encoders
 from mtem.models.base import Model
 from mtem.progress import Progress
+from mtem.run.directory import RunDirectory
 from mtem.run.pipeline import Observer, Run
 from mtem.run.result import Adapted
-from mtem.run.source_model import begin_from, fingerprint, same_data, same_files
+from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out
+from mtem.selection import diagnostics
 from mtem.training.devices import find_device, find_precision
 from mtem.training.settings import TrainingSettings
+
+FREE_ON_RESUME = {"checkpoint_seconds", "log_every"}  # settings that may differ when a run is resumed
+
+logger = logging.getLogger(__name__)
+
+
+class AdaptSettings(NamedTuple):
+    """All settings of an adaptation: the defaults, the preset's on top, those given by name on top."""
+
+    training: TrainingSettings
+    method: Any
+    model: Any
+
+    def record(self) -> dict[str, Any]:
+        """Return all settings as one flat dict, for run.json."""
+        return settings.record(*self)
+
+
+class Corpora(NamedTuple):
+    """The texts of an adaptation."""
+
+    source: Corpus
+    target: Corpus
+    target_labeled: Corpus | None
 
 
 def adapt(
@@ -56,38 +83,91 @@ def adapt(
     model
         An encoder (a packaged name, a directory, or a Hugging Face name), or "bigcn" for threads.
     method, preset
-        See `mtem methods`. A preset sets many settings at once; what is given by name comes on top.
+        See `mtem methods`. A preset sets many settings at once; settings given by name come on top.
     source_model
-        What an earlier adaptation returned, or its run directory: its theta_1 is taken instead of training one.
+        The result of an earlier adaptation, or its run directory: its source model is used instead of training one.
     output
-        The run directory; without it nothing is written and nothing can be resumed.
+        The run directory. Without it nothing is written and nothing can be resumed.
     resume
-        Go on with the unfinished run in `output`.
+        Continue the unfinished run in `output`.
     observe
-        Called with every line of the history and the model. At those of stage "evaluation" the model has the weights that were
-        judged, and "bias" is the correction of the prior they would get in the end (see `weights.add_bias`).
-    given
+        Called with every line of the history and the model. At lines of stage "evaluation" the model has the evaluated
+        weights, and "bias" is the prior correction that they would get at the end (see `mtem.training.weights.add_bias`).
+    text_column, label_column
+        Names of the columns, if they are not the usual ones.
+    progress
+        Where progress is shown; nowhere by default.
+    **given
         Any field of `TrainingSettings` or of the settings of the method or the model.
+
+    Returns
+    -------
+    Adapted
+        The model with the chosen weights, its record and the table of target texts.
+
+    Raises
+    ------
+    RequestError
+        If the request is wrong: nothing has been written.
+    RunError
+        If the run failed; it can be resumed if it has an `output`.
     """
     progress = progress or Progress(quiet=True)
-    kind, shape = methods.get(method), models.get_class(model)
-    parts = find_settings(model, method, preset, given)
-    training: TrainingSettings = parts["training"]
-    device = find_device(training.device)
-    precision = find_precision(training.precision, device)
-    directory = Path(output) if output is not None else None
-    if directory is not None:
-        check_output(directory, resume)
-    place = models.find(model, parts["model"])
+    method_cls, model_cls = methods.get(method), models.get_class(model)
+    chosen = find_settings(model, method, preset, given)
+    device = find_device(chosen.training.device)
+    precision = find_precision(chosen.training.precision, device)
+    path = Path(output) if output is not None else None
+    if path is not None:
+        RunDirectory(path).check_available(resume)
+    name = models.find(model, chosen.model)
     if source_model is not None and not isinstance(source_model, Adapted):
         source_model = Adapted.load(source_model)
 
-    progress.say("reading the data")
     columns = {"text_column": text_column, "label_column": label_column}
+    corpora = load_corpora(source, target, target_labeled, method_cls, model_cls, columns)
+    request = describe_request(corpora, chosen, method=method, preset=preset, model=str(model), source_model=source_model)
+    if resume and path is not None and is_finished(RunDirectory(path), request):
+        logger.info("%s: this run is finished already", path)
+        return Adapted.load(path)
+    network = create_model(name, corpora, chosen, method_cls, source_model, device, precision)
+    with contextlib.ExitStack() as stack:
+        workspace = None if path is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
+        run = Run(
+            network, method_cls, chosen.training, chosen.method, *corpora, RunDirectory(path, workspace), progress, request,
+            observe=observe, left_out=matching_left_out(source_model, request),
+        )  # fmt: skip
+        return run.run(resume)
+
+
+def find_settings(model: str | os.PathLike[str], method: str, preset: str, given: Mapping[str, Any]) -> AdaptSettings:
+    """Return all settings of an adaptation. Refuse unknown names and bad values."""
+    method_cls, model_cls = methods.get(method), models.get_class(model)
+    if preset not in method_cls.presets:
+        raise RequestError(f"unknown preset '{preset}': {method} has {', '.join(method_cls.presets)}")
+    values = {**model_cls.defaults, **method_cls.presets[preset]}
+    values |= {name: value for name, value in model_cls.presets.get(preset, {}).items() if name in values}
+    classes = {"training": TrainingSettings, "method": method_cls.Settings, "model": model_cls.Settings}
+    return AdaptSettings(**settings.build(classes, {**values, **given}))
+
+
+def load_corpora(
+    source: Any,
+    target: Any,
+    target_labeled: Any,
+    method_cls: type[Method],
+    model_cls: type[Model],
+    columns: Mapping[str, str | None],
+) -> Corpora:
+    """Read the texts and refuse what no classifier can be trained on."""
+    logger.info("reading the data")
 
     def read(data: Any, name: str, labeled: bool) -> Corpus:
         corpus = load_corpus(data, labeled=labeled, name=name, **columns)
-        say_what_was_read(corpus, shape, progress)
+        for line in summary.describe_files(corpus):
+            logger.info(line)
+        for line in (*corpus.notices, *summary.warnings(corpus), *model_cls.warnings_for(corpus)):
+            logger.warning(line)
         return corpus
 
     labeled = read(source, "source", labeled=True)
@@ -98,125 +178,81 @@ def adapt(
     if target_labeled is not None:
         few = read(target_labeled, "labeled target", labeled=True)
         few.label_numbers(labeled.classes)  # refuses a class that the source does not have
-    elif kind.needs_target_labels:
-        raise RequestError(f"method '{method}' needs labeled target {unlabeled.unit}: give --target-labeled")
+    elif method_cls.needs_target_labels:
+        raise RequestError(f"method '{method_cls.name}' needs labeled target {unlabeled.unit}: give --target-labeled")
+    return Corpora(labeled, unlabeled, few)
 
-    request = {
+
+def describe_request(
+    corpora: Corpora, chosen: AdaptSettings, *, method: str, preset: str, model: str, source_model: Adapted | None
+) -> dict[str, Any]:
+    """Return the first part of run.json: what was asked for."""
+    labeled = corpora.target_labeled
+    return {
         "method": method,
         "preset": preset,
-        "model": str(model),
-        "classes": list(labeled.classes),
-        "unit": unlabeled.unit,
-        "settings": settings.record(training, parts["method"], parts["model"]),
+        "model": model,
+        "classes": list(corpora.source.classes),
+        "unit": corpora.target.unit,
+        "settings": chosen.record(),
         "data": {
-            "source": list(labeled.files),
-            "target": list(unlabeled.files),
-            "target_labeled": list(few.files) if few is not None else [],
+            "source": list(corpora.source.files),
+            "target": list(corpora.target.files),
+            "target_labeled": list(labeled.files) if labeled is not None else [],
         },
         "source_model": None if source_model is None else {"path": source_model.path, "sha256": fingerprint(source_model)},
     }
-    if resume and directory is not None:
-        if not (directory / "run.json").exists():
-            progress.notice(f"{directory}: nothing to resume there, so the run starts anew")
-        finished = same_request(directory, request)
-        if finished:
-            progress.say(f"{directory}: this run is done already")
-            return Adapted.load(directory)
-    torch.manual_seed(training.seed)
-    corpora = [corpus for corpus in (labeled, unlabeled, few) if corpus is not None]
-    like = None if source_model is None else source_model.model
-    network = models.create(place, labeled.classes, corpora, parts["model"], training, like).to(device)
-    kind.prepare_model(network, parts["method"])
-    if source_model is not None:
-        begin_from(network, source_model)
-    if network.max_length is not None and network.max_length < training.max_length:
-        progress.notice(f"max_length={training.max_length}: the encoder takes {network.max_length} tokens, texts are cut there")
-    network.precision = precision
-    network.freeze(frozen(training, network))
-
-    with contextlib.ExitStack() as stack:
-        if directory is None:
-            workspace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
-        else:
-            workspace = directory / "checkpoints"
-        run = Run(
-            network, kind, training, parts["method"], labeled, unlabeled, few, directory, workspace, progress, request,
-            observe=observe, left_out=same_data(source_model, request),
-        )  # fmt: skip
-        return run.go(resume)
 
 
-def say_what_was_read(corpus: Corpus, shape: type[Model], progress: Progress) -> None:
-    """A line for each file, then what a person should know about them."""
-    for line in summary.lines(corpus):
-        progress.say(line)
-    for line in (*corpus.notices, *summary.notices(corpus)):
-        progress.notice(line)
-    if shape.threads and not corpus.threaded:
-        progress.notice(f"{corpus.name}: these are texts without replies, of which bigcn sees no more than the words")
-    if corpus.threaded and not shape.threads:
-        progress.notice(
-            f"{corpus.name}: these are threads, of which an encoder sees the first post; --model bigcn sees the replies"
-        )
-
-
-def find_settings(model: str | os.PathLike[str], method: str, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of an adaptation, as "training", "method" and "model": the defaults, the preset's, those given on top."""
-    kind, shape = methods.get(method), models.get_class(model)
-    if preset not in kind.presets:
-        raise RequestError(f"unknown preset '{preset}': {method} has {', '.join(kind.presets)}")
-    values = {**shape.defaults, **kind.presets[preset]}
-    values |= {name: value for name, value in shape.presets.get(preset, {}).items() if name in values}
-    return settings.build({"training": TrainingSettings, "method": kind.Settings, "model": shape.Settings}, {**values, **given})
-
-
-def check_output(directory: Path, resume: bool) -> None:
-    """An output folder may be absent, empty, or (with `resume`) hold the run to go on with."""
-    if directory.exists() and not directory.is_dir():
-        raise RequestError(f"{directory}: is a file; --output wants a folder")
-    there = directory.is_dir() and any(directory.iterdir())
-    if resume and not (directory / "run.json").exists():
-        if there:
-            raise RequestError(f"{directory}: holds no run to resume and is not empty; give another --output")
-        return
-    if there and not resume:
-        if (directory / "run.json").exists():
-            raise RequestError(
-                f"{directory}: holds another run; give another --output, or --resume to go on with an unfinished run"
-            )
-        raise RequestError(f"{directory}: is not empty; give another --output")
-    if not directory.exists():
-        parent = next(place for place in directory.absolute().parents if place.exists())
-        if not os.access(parent, os.W_OK):
-            raise RequestError(f"{directory}: cannot be made, {parent} is not writable")
-
-
-def same_request(directory: Path, request: dict[str, Any]) -> bool:
-    """Whether the run in `directory` is finished; refuses to resume a run that was asked for otherwise."""
-    if not (directory / "run.json").exists():
+def is_finished(directory: RunDirectory, request: Mapping[str, Any]) -> bool:
+    """Return whether the run in `directory` is finished. Refuse to resume a run with another request."""
+    if not directory.has_record():
+        logger.warning("%s: nothing to resume, so the run starts from the beginning", directory.path)
         return False
-    old = read_json(directory / "run.json")
-    wanted = json.loads(json.dumps(request, default=str))
+    old, path = directory.read_record(), directory.path
+    new = json.loads(json.dumps(request, default=str))
     for key in ("method", "preset", "model", "classes"):
-        if old.get(key) != wanted[key]:
-            raise RequestError(f"{directory}: cannot resume, its {key} was {old.get(key)!r} and is now {wanted[key]!r}")
-    free = {"checkpoint_seconds", "log_every"}
-    for key in sorted({*old["settings"], *wanted["settings"]} - free):
-        if old["settings"].get(key) != wanted["settings"].get(key):
-            was, now_ = old["settings"].get(key), wanted["settings"].get(key)
-            raise RequestError(f"{directory}: cannot resume, its setting {key} was {was} and is now {now_}")
-    if (old.get("source_model") or {}).get("sha256") != (wanted["source_model"] or {}).get("sha256"):
-        raise RequestError(
-            f"{directory}: cannot resume, it began from another source model; give the --source-model it began with"
-        )
-    for part, entries in wanted["data"].items():
-        if same_files(old["data"][part]) != same_files(entries):
-            raise RequestError(f"{directory}: cannot resume, the {part.replace('_', '-')} data have changed since")
-    return old["status"] == "done"
+        if old.get(key) != new[key]:
+            raise RequestError(f"{path}: cannot resume, its {key} was {old.get(key)!r} and is now {new[key]!r}")
+    for key in sorted({*old["settings"], *new["settings"]} - FREE_ON_RESUME):
+        was, is_now = old["settings"].get(key), new["settings"].get(key)
+        if was != is_now:
+            raise RequestError(f"{path}: cannot resume, its setting {key} was {was} and is now {is_now}")
+    if (old.get("source_model") or {}).get("sha256") != (new["source_model"] or {}).get("sha256"):
+        raise RequestError(f"{path}: cannot resume, it began from another source model; give the --source-model it began with")
+    for part, entries in new["data"].items():
+        if data_identity(old["data"][part]) != data_identity(entries):
+            raise RequestError(f"{path}: cannot resume, the {part.replace('_', '-')} data have changed since")
+    return bool(old["status"] == "done")
 
 
-def frozen(training: TrainingSettings, model: Model) -> int:
-    """How many layers to freeze; by default the whole encoder is trained on a GPU, or where its layers are not a list."""
+def create_model(
+    name: str,
+    corpora: Corpora,
+    chosen: AdaptSettings,
+    method_cls: type[Method],
+    source_model: Adapted | None,
+    device: torch.device,
+    precision: torch.dtype | None,
+) -> Model:
+    """Return the model before any training, or with the weights of `source_model`."""
+    training = chosen.training
+    torch.manual_seed(training.seed)
+    texts = [corpus for corpus in corpora if corpus is not None]
+    like = None if source_model is None else source_model.model
+    model = models.create(name, corpora.source.classes, texts, chosen.model, training, like).to(device)
+    method_cls.prepare_model(model, chosen.method)
+    if source_model is not None:
+        begin_from(model, source_model)
+    if model.max_length is not None and model.max_length < training.max_length:
+        logger.warning(diagnostics.text_cut(training.max_length, model.max_length))
+    model.precision = precision
+    model.freeze(layers_to_freeze(training, model))
+    return model
+
+
+def layers_to_freeze(training: TrainingSettings, model: Model) -> int:
+    """Return the setting `frozen_layers`; by default all layers are trained on a GPU, and the upper two on a CPU."""
     if training.frozen_layers is not None:
         return training.frozen_layers
     return -2 if model.device.type == "cpu" and model.has_layers else 0

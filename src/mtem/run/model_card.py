@@ -1,42 +1,30 @@
-"""The card beside a saved model."""
+"""The model card: README.md of a saved model."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mtem import models
-from mtem.selection.accuracy_estimate import FEWEST_HELD_OUT_TEXTS
+from huggingface_hub import ModelCard, ModelCardData
+
+from mtem.models.base import Model
+from mtem.selection.diagnostics import no_estimate
 
 
-def withheld(record: dict[str, Any]) -> str:
-    """Why a run gives no estimate, in words."""
-    count, unit = record["texts"]["source_held_out"], record.get("unit", "texts")
-    counted = f"{count} source {unit[:-1] if count == 1 else unit} {'was' if count == 1 else 'were'}"
-    return (
-        f"no accuracy estimate: only {counted} held out, and at least {FEWEST_HELD_OUT_TEXTS} are needed; "
-        f"give more labeled {unit}, or measure on labeled ones of the target"
-    )
+def model_card(record: dict[str, Any], model_cls: type[Model]) -> str:
+    """Return the card of a model.
 
-
-def _estimated(record: dict[str, Any]) -> str:
-    estimate = (record.get("estimate") or {}).get("after")
-    if estimate is None:
-        told = withheld(record)
-        return told[0].upper() + told[1:] + "."
-    return (
-        f"Estimated accuracy on the target, without labels: {estimate['accuracy']:.3f} "
-        f"({estimate['low']:.3f} to {estimate['high']:.3f})"
-    )
-
-
-def card(record: dict[str, Any]) -> str:
-    """A model card from the run's record."""
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-classification", "---", "# A text classifier"]
-    if record.get("model") == models.BIGCN:
-        lines = ["---", "library_name: mtem", "---", "# A classifier of threads"]
+    Parameters
+    ----------
+    record
+        The contents of run.json; empty for a model without a run.
+    model_cls
+        Says which library reads the model, and how.
+    """
+    data = ModelCardData(library_name=model_cls.library_name, pipeline_tag=model_cls.pipeline_tag, tags=["domain-adaptation"])
+    lines = [f"# {model_cls.card_title}"]
     if record:
         texts, choice, unit = record["texts"], record["selection"], record.get("unit", "texts")
-        kept = "The source model was kept." if choice["kept_source_model"] else f"Weights of step {choice['chosen_step']}."
+        step = "The source model was kept." if choice["kept_source_model"] else f"Weights of step {choice['chosen_step']}."
         lines += [
             "",
             f"Adapted by `mtem` {record['versions']['mtem']} (method `{record['method']}`, preset `{record['preset']}`, "
@@ -44,16 +32,21 @@ def card(record: dict[str, Any]) -> str:
             "",
             f"- Classes: {', '.join(record['classes'])}",
             f"- Labeled {unit} trained on: {texts['source_trained_on']}; unlabeled target {unit}: {texts['target']}",
-            f"- Weights chosen by `{choice['criterion']}`, without target labels. {kept}",
-            f"- {_estimated(record)}",
+            f"- Weights chosen by `{choice['criterion']}`, without target labels. {step}",
+            f"- {_estimate(record)}",
             *(f"- Warning: {line}" for line in record["warnings"]),
             "",
+            model_cls.card_usage(record),
         ]
-        if record["model"] == models.BIGCN:
-            lines.append(f"A BiGCN over `{record['settings']['features']}` features: read it with `mtem.load(PATH)`.")
-        else:
-            lines.append(
-                f"Texts are cut at {record['resolved']['max_length']} tokens. A pipeline does so when it is told to: "
-                '`pipeline("text-classification", PATH)(texts, truncation=True)`.'
-            )
-    return "\n".join(lines) + "\n"
+    return str(ModelCard("\n".join(["---", data.to_yaml(), "---", *lines]) + "\n"))
+
+
+def _estimate(record: dict[str, Any]) -> str:
+    estimate = (record.get("estimate") or {}).get("after")
+    if estimate is None:
+        reason = no_estimate(record)
+        return reason[0].upper() + reason[1:] + "."
+    return (
+        f"Estimated accuracy on the target, without labels: {estimate['accuracy']:.3f} "
+        f"({estimate['low']:.3f} to {estimate['high']:.3f})"
+    )

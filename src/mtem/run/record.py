@@ -1,4 +1,4 @@
-"""Small parts of what a run writes down about itself."""
+"""Small parts of what a run records about itself."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ PACKAGES = ("mtem", "torch", "transformers", "safetensors", "numpy", "scikit-lea
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter."""
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
@@ -28,7 +29,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def machine(device: str) -> str:
-    """The processor's name, or the graphics card's."""
+    """Return the name of the processor, or of the GPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(torch.device(device))
     try:
@@ -38,14 +39,16 @@ def machine(device: str) -> str:
         return platform.processor() or platform.machine()
 
 
-def shares(scores: np.ndarray) -> np.ndarray:
-    """How often each class is the likeliest."""
-    return np.bincount(scores.argmax(axis=1), minlength=scores.shape[1]) / max(1, len(scores))
+def predicted_shares(logits: np.ndarray) -> np.ndarray:
+    """Return the share of texts for which each class is the likeliest, [K]."""
+    return np.bincount(logits.argmax(axis=1), minlength=logits.shape[1]) / max(1, len(logits))
 
 
-def named(classes: Sequence[str], values: np.ndarray) -> dict[str, float]:
+def by_class(classes: Sequence[str], values: np.ndarray) -> dict[str, float]:
+    """Return one rounded number per class, by class name."""
     return {name: round(float(value), 4) for name, value in zip(classes, values, strict=True)}
 
 
 def now() -> str:
+    """Return the time in UTC, in ISO format."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

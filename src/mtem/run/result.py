@@ -1,4 +1,4 @@
-"""A finished adaptation: the model, what is known about it, and its run directory."""
+"""A finished adaptation: the model, its record, and its run directory."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 from torch import Tensor
 
 from mtem import inference, models
-from mtem.atomic import read_json, replaced, write_json
 from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
 from mtem.models import integrity
 from mtem.models.base import Model
-from mtem.run.model_card import card
-from mtem.selection.left_out import LeftOut, from_tensors, to_tensors
-from mtem.tensors import read_tensors, write_tensors
+from mtem.run.directory import SOURCE, RunDirectory
+from mtem.run.model_card import model_card
+from mtem.selection.left_out import LeftOut
 from mtem.training import weights
-
-BLOCK = 50_000
-LEFT_OUT = "left-out.safetensors"
 
 
 class Adapted:
     """What `mtem.adapt` returns and `mtem.load` reads.
 
-    `record` is the contents of run.json: settings, versions, data, the choice of weights, the estimates, the warnings.
+    Attributes
+    ----------
+    model
+        The classifier with the chosen weights.
+    record
+        The contents of run.json: settings, versions, data, the choice of weights, estimates, warnings.
+        Empty for a bare model directory.
+    path
+        The run directory, if there is one.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         record: dict[str, Any],
         table: pa.Table | None = None,
         source_weights: dict[str, Tensor] | None = None,
@@ -48,123 +51,139 @@ class Adapted:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Adapted:
-        """A run directory, or a bare model directory."""
+        """Read a run directory, or a bare model directory.
+
+        Raises
+        ------
+        RequestError
+            If there is neither, the run is not finished, or a file is damaged.
+        """
         path = Path(path)
         if not path.is_dir():
             raise RequestError(f"{path}: no such folder; give the --output folder of 'mtem adapt'")
-        if not (path / "run.json").is_file():
+        directory = RunDirectory(path)
+        if not directory.has_record():
             if (path / "config.json").is_file():
                 return cls(models.load(path), {}, path=path)
             raise RequestError(
-                f"{path}: neither a run (run.json) nor a model (config.json) is there; give the --output folder of 'mtem adapt'"
+                f"{path}: holds neither a run (run.json) nor a model (config.json); give the --output folder of 'mtem adapt'"
             )
-        record = read_json(path / "run.json")
-        if not isinstance(record, dict):
-            raise RequestError(f"{path / 'run.json'}: is no record of a run; give the --output folder of 'mtem adapt'")
+        record = directory.read_record()
         if record.get("status") != "done":
             raise RequestError(f"{path}: this run is not finished; finish it with 'mtem adapt ... --resume'")
-        model = models.load(path / "model")
+        model = models.load(directory.model_path)
         if list(model.classes) != record.get("classes", list(model.classes)):
             raise RequestError(
-                f"{path}: its model has the classes {', '.join(model.classes)} and its run.json says "
+                f"{path}: its model has the classes {', '.join(model.classes)} and its run.json has "
                 f"{', '.join(map(str, record['classes']))}; {integrity.AGAIN}"
             )
         return cls(model, record, path=path)
 
     @property
     def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the columns of `predict_proba`."""
         return self.model.classes
 
     def predict_proba(self, texts: Sequence[Any]) -> np.ndarray:
-        """[N, K] probabilities of texts, or of threads (dicts with "nodes"); columns in the order of `classes`."""
+        """Return class probabilities.
+
+        Parameters
+        ----------
+        texts
+            Texts, or threads (dicts with "nodes").
+
+        Returns
+        -------
+        np.ndarray
+            [N, K], columns in the order of `classes`.
+        """
         return inference.predict_texts(self.model, texts)
 
     def predict(self, texts: Sequence[Any]) -> list[str]:
-        """The class name of each text or thread, as text: a classifier trained on labels 0 and 1 answers "0" and "1"."""
+        """Return the class name of each text or thread. Names are text: labels 0 and 1 are "0" and "1"."""
         return [self.classes[number] for number in self.predict_proba(texts).argmax(axis=1)]
 
     @property
     def indexes(self) -> pd.DataFrame:
-        """Every target text with its row, entropy index (where the method has one), prediction and confidence."""
+        """Every target text with its row, entropy index (if the method has one), prediction and confidence."""
         if self._table is None:
-            if self.path is None or not (self.path / "indexes.parquet").is_file():
-                raise RequestError("this model carries no table of target texts")
-            self._table = pq.read_table(self.path / "indexes.parquet")
+            directory = None if self.path is None else RunDirectory(self.path)
+            if directory is None or not directory.indexes_path.is_file():
+                raise RequestError("this model has no table of target texts")
+            self._table = directory.read_indexes()
         return self._table.to_pandas()
 
     def source_model(self) -> Model | None:
-        """The model before the adaptation, if it was kept. It shares nothing with this one."""
-        kept = self._kept_source()
+        """Return the model before the adaptation, if it was kept. It shares no weights with this one."""
+        kept = self._kept_source_weights()
         if kept is None or self.path is None:
             return None
-        before = models.load(self.path / "model")
+        before = models.load(RunDirectory(self.path).model_path)
         weights.load(before, kept)
         return before
 
     def source_weights(self) -> dict[str, Tensor]:
-        """theta_1, all of it: the weights that the adaptation began from. A bare model directory is its own."""
-        kept = self._kept_source()
+        """Return all weights of the model before the adaptation. A bare model directory is its own source model."""
+        kept = self._kept_source_weights()
         if kept is None and self.record:
             raise RequestError(
-                f"{self.path}: the model before the adaptation was not kept there (checkpoints/source.safetensors)"
+                f"{self.path}: the model before the adaptation was not kept (checkpoints/source.safetensors is missing)"
             )
         return {**weights.everything(self.model), **(kept or {})}
 
     def left_out(self) -> list[LeftOut]:
-        """What source models said about a domain that they were trained without; empty where none were trained."""
+        """Return the logits of source models for a domain they were trained without; empty if none were trained."""
         if self._left_out is None:
-            path = self.path / "checkpoints" / LEFT_OUT if self.path is not None else None
-            about = self.record.get("left_out", [])
-            self._left_out = from_tensors(read_tensors(path), about) if about and path is not None and path.is_file() else []
+            descriptions = self.record.get("left_out", [])
+            self._left_out = [] if self.path is None else RunDirectory(self.path).read_left_out(descriptions)
         return self._left_out
 
-    def _kept_source(self) -> dict[str, Tensor] | None:
+    def _kept_source_weights(self) -> dict[str, Tensor] | None:
         if self._source_weights is None and self.path is not None:
-            place = self.path / "checkpoints" / "source.safetensors"
-            self._source_weights = self._read_source(place) if place.is_file() else None
+            directory = RunDirectory(self.path)
+            if directory.weights_path(SOURCE).is_file():
+                self._source_weights = self._read_source_weights(directory)
         return self._source_weights
 
-    def _read_source(self, place: Path) -> dict[str, Tensor]:
-        """The weights that were trained, of the model before the adaptation. Refuses what is not all of them, or no numbers."""
+    def _read_source_weights(self, directory: RunDirectory) -> dict[str, Tensor]:
+        """Return the trained weights of the model before the adaptation. Refuse an incomplete or damaged file."""
+        path = directory.weights_path(SOURCE)
         try:
-            kept = read_tensors(place)
-        except Exception as error:  # safetensors has a type of its own
-            raise RequestError(f"{place}: cannot be read ({error}); {integrity.AGAIN}") from error
+            kept = directory.read_weights(SOURCE)
+        except Exception as error:  # safetensors has an error type of its own
+            raise RequestError(f"{path}: cannot be read ({error}); {integrity.AGAIN}") from error
         frozen = self.record.get("resolved", {}).get("frozen_layers", 0)
         depths = self.model.depths() if frozen else {}
         buffers = weights.head_buffers(self.model)
         trained = {name for name, _ in self.model.named_parameters() if not frozen or depths[name] > frozen} | set(buffers)
-        wanted = {name: value for name, value in weights.everything(self.model).items() if name in trained}
-        integrity.check_tensors(kept, wanted, str(place))
+        expected = {name: value for name, value in weights.everything(self.model).items() if name in trained}
+        integrity.check_tensors(kept, expected, str(path))
         return kept
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the run directory; each piece whole or not at all, run.json last."""
+        """Write the run directory. Each file is written whole or not at all, run.json last."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
-        with replaced(path / "model") as temporary:
-            temporary.mkdir()
-            self.model.save(temporary)
-            (temporary / "README.md").write_text(card(self.record), encoding="utf-8")
+        directory = RunDirectory(path)
+        directory.write_model(self.model, model_card(self.record, type(self.model)))
         if self._table is not None:
-            with replaced(path / "indexes.parquet") as temporary:
-                pq.write_table(self._table, temporary, row_group_size=BLOCK)
-        if (kept := self._kept_source()) is not None:
-            write_tensors(path / "checkpoints" / "source.safetensors", kept)
+            directory.write_indexes(self._table)
+        if (kept := self._kept_source_weights()) is not None:
+            directory.write_weights(SOURCE, kept)
         if left_out := self.left_out():
-            write_tensors(path / "checkpoints" / LEFT_OUT, to_tensors(left_out))
-        write_json(path / "run.json", self.record)
+            directory.write_left_out(left_out)
+        directory.write_record(self.record)
         self.path = path
 
 
 def load(path: str | os.PathLike[str]) -> Adapted:
-    """What `mtem adapt` wrote (or any Hugging Face text classifier in safetensors), ready to predict."""
+    """Read the output of `mtem adapt`, or any Hugging Face text classifier in safetensors, ready to predict."""
     return Adapted.load(path)
 
 
-def index_table(target: Corpus, classes: Sequence[str], scores: np.ndarray, index: Tensor | None) -> pa.Table:
-    """The columns of indexes.parquet; the texts stay where the corpus has them."""
-    probabilities = inference.probabilities(scores)
+def index_table(target: Corpus, classes: Sequence[str], logits: np.ndarray, index: Tensor | None) -> pa.Table:
+    """Return the table of indexes.parquet."""
+    probabilities = inference.probabilities(logits)
     best = probabilities.argmax(axis=1)
     columns = {"row": target.table.column("row"), "text": target.table.column("text")}
     if index is not None:

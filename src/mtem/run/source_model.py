@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def begin_from(model: Model, source: Adapted) -> None:
-    """Give the model the theta_1 of `source`. Refuses one of another shape."""
+    """Give the model the source weights of another run. Refuse one with other classes, another head or other shapes."""
     name = source.path or "the source model"
     if source.classes != model.classes:
         raise RequestError(
             f"{name}: its classes are {', '.join(source.classes)}, those of the labeled texts {', '.join(model.classes)}; "
             "a source model must have the same"
         )
-    if _head(source.model) != _head(model):
+    if _head_kind(source.model) != _head_kind(model):
         raise RequestError(
             f"{name}: its head is of another kind; a method with a head of its own (mme) needs the source model of such a run"
         )
@@ -34,36 +34,36 @@ def begin_from(model: Model, source: Adapted) -> None:
     for key in sorted({*own, *given}):
         shapes = [tuple(weights[key].shape) if key in weights else None for weights in (given, own)]
         if shapes[0] != shapes[1]:
-            there, wanted = ("absent" if shape is None else f"of shape {list(shape)}" for shape in shapes)
-            raise RequestError(f"{name}: does not fit this model: {key} is {there} there and {wanted} here")
+            got, expected = ("absent" if shape is None else f"of shape {list(shape)}" for shape in shapes)
+            raise RequestError(f"{name}: does not fit this model: {key} is {got} there and {expected} here")
     load(model, given)
 
 
 def fingerprint(source: Adapted) -> str:
-    """sha256 over theta_1, its names and values."""
+    """Return the sha256 over names and values of the source weights."""
     weights = source.source_weights()
     return fingerprint_of(*(part for name in sorted(weights) for part in (name, _bytes(weights[name]))))
 
 
-def _head(model: Model) -> tuple[str, float | None]:
+def matching_left_out(source_model: Adapted | None, request: Mapping[str, Any]) -> list[LeftOut] | None:
+    """Return the logits of left-out models that came with the source model, if it was trained on the same labeled texts."""
+    if source_model is None or "data" not in source_model.record:
+        return None
+    for part in ("source", "target_labeled"):
+        if data_identity(request["data"][part]) != data_identity(source_model.record["data"][part]):
+            return None
+    return source_model.left_out()
+
+
+def data_identity(entries: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return what is equal for the same data. Data from memory has no sha256 of its bytes, but one of its texts."""
+    return [(entry["sha256"], entry.get("texts"), entry.get("domain")) for entry in entries]
+
+
+def _head_kind(model: Model) -> tuple[str, float | None]:
     head = model.head
     return ("cosine", head.temperature) if isinstance(head, CosineHead) else ("linear", None)
 
 
 def _bytes(value: Tensor) -> bytes:
     return value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def same_data(source_model: Adapted | None, request: dict[str, Any]) -> list[LeftOut] | None:
-    """What came with the source model about domains it was trained without, if it was trained on the same labeled texts."""
-    if source_model is None or "data" not in source_model.record:
-        return None
-    for part in ("source", "target_labeled"):
-        if same_files(request["data"][part]) != same_files(source_model.record["data"][part]):
-            return None
-    return source_model.left_out()
-
-
-def same_files(entries: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """What is equal for the same data; what came from memory has no sha256 of its bytes, but of its texts."""
-    return [(entry["sha256"], entry.get("texts"), entry.get("domain")) for entry in entries]

@@ -1,4 +1,4 @@
-"""How good is the classifier on the target? An estimate without target labels, and warnings in plain words."""
+"""Estimating the accuracy on the target without its labels."""
 
 from __future__ import annotations
 
@@ -14,34 +14,49 @@ from mtem.selection.left_out import DOMAIN, FOLD, LeftOut
 from mtem.selection.priors import class_weights
 
 FEWEST_HELD_OUT_TEXTS = 20  # with fewer there is no estimate
-DISAGREEMENT = 0.05  # between the two estimates, from here on worth a note
+DISAGREEMENT = 0.05  # between the two estimates, from which on a note is added
 ONE_DOMAIN = (
-    "the interval covers few texts, not the step to a new domain: no source model was trained without one of the domains"
-    " (that takes two or more source domains with some 300 texts each, or 30 labeled target texts)"
+    "the interval covers the number of texts, not the step to a new domain: no source model was trained without one of the"
+    " domains (this needs two or more source domains with some 300 texts each, or 30 labeled target texts)"
 )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An accuracy nobody measured. ``dataclasses.asdict`` makes it JSON-ready."""
+    """An accuracy on the target, estimated without its labels. ``dataclasses.asdict`` makes it JSON-ready.
+
+    Attributes
+    ----------
+    accuracy, low, high
+        The estimate and its 95 % interval; :func:`estimate_accuracy` says what the interval covers.
+    method
+        How it was estimated.
+    source_accuracy
+        Accuracy on the held-out source texts, for comparison.
+    by_threshold
+        Average thresholded confidence alone.
+    by_confidence
+        A second estimate: source accuracy less the drop in mean confidence.
+    domain_error
+        Root mean square error of such estimates in source domains that were left out of the training; None if unknown.
+    left_out
+        Number of left-out source models that the interval rests on.
+    source_model
+        The source model's own estimate, if another model is estimated.
+    notes
+        Remarks for the user.
+    """
 
     accuracy: float
     low: float
     high: float
-    """The ends of a 95 % interval; :func:`estimate_accuracy` says what it covers."""
     method: str
     source_accuracy: float
-    """On the held-out source texts, for comparison."""
     by_threshold: float
-    """Average thresholded confidence, as it is."""
     by_confidence: float
-    """The second opinion: source accuracy less the drop in mean confidence."""
     domain_error: float | None
-    """Root mean square error of such estimates in source domains that were left out of the training; None if unknown."""
     left_out: int = 0
-    """How many source models the interval rests on, each trained without what it was tested on."""
     source_model: float | None = None
-    """The source model's own estimate, if there is another model to estimate."""
     notes: tuple[str, ...] = ()
 
 
@@ -56,48 +71,61 @@ def estimate_accuracy(
     resamples: int = 200,
     seed: int = 0,
 ) -> Estimate:
-    r"""Target accuracy without target labels, by average thresholded confidence (Garg et al. 2022); or with a few, from these.
+    r"""Estimate the accuracy on the target without its labels, or from a few labeled target texts.
 
-    The confidence is the negative entropy :math:`c = -H(p)` of the softmax at the temperature fitted on the held-out
-    source texts. The threshold t splits the source texts so that as many lie below it as are wrong; the estimate is
-    the share of target texts that do not lie below it:
+    Parameters
+    ----------
+    source_logits, source_labels
+        [S, K] and [S], of held-out source texts.
+    target_logits
+        [T, K], of unlabeled target texts.
+    left_out
+        Logits of source models that were trained without one domain, or without a part of the labeled target texts.
+    target_shares
+        [K] class shares of the target, as far as they are known or assumed. Source texts are weighted so that their
+        classes have these shares: a model that was corrected for them is at its best there.
+    anchor
+        For an adapted model: the estimate of the source model, and its logits on the same target texts.
+    resamples, seed
+        Of the bootstrap.
+
+    Notes
+    -----
+    **The estimate** is average thresholded confidence (Garg et al. 2022). The confidence is the negative entropy
+    :math:`c = -H(p)` of the softmax at the temperature fitted on the held-out source texts. The threshold t splits the source
+    texts so that as many lie below it as are wrong; the estimate is the share of target texts that do not lie below it:
 
     .. math:: P_S(c < t) = P_S(\hat y \ne y), \qquad \widehat{acc} = P_T(c \ge t).
 
-    Texts exactly at t count with the same fraction on both sides. Beside it stands the difference of confidences
+    Texts exactly at t count with the same fraction on both sides. The second estimate is the difference of confidences
     (Guillory et al. 2021), :math:`acc_S - (\overline{\max p}_S - \overline{\max p}_T)`; a gap of 5 points is noted.
 
     **The interval.** A Bayesian bootstrap over source and target texts (Dirichlet weights, half a text of either kind added to
-    each share, so a perfect score on few texts is not taken for certainty; the temperature is kept) says how much few texts
-    matter. How much a new domain matters, ``left_out`` says: source models that were trained without one source domain each,
-    with their errors :math:`e_d`, the same estimate for that domain less its true accuracy. If errors in new domains scatter
-    around 0, with the target's as one more of the :math:`D` that are known,
+    each share, so that a perfect score on few texts is not taken as certain; the temperature is fixed) covers the number of
+    texts. ``left_out`` covers the step to a new domain: with the errors :math:`e_d` of the same estimate in D left-out domains,
+    and the target's error as one more of the same kind,
 
     .. math:: t_{0.975}(D) \sqrt{\tfrac1D \sum_d e_d^2}
 
-    is the half-width (t: Student's quantile); it is added to the bootstrap's in quadrature. Without ``left_out`` (one source
-    domain) the interval covers few texts alone, and reaches to the second opinion; a note says so. It cannot cover a shift of
-    another kind than the one among the source domains.
+    is the half-width (t: Student's quantile), added to the bootstrap's in quadrature. Without ``left_out`` (one source domain)
+    the interval covers the number of texts alone, and reaches to the second estimate; a note says so. It cannot cover a shift
+    of another kind than the one among the source domains.
 
-    **Labeled target texts.** If ``left_out`` has models trained without a part of these, the source model's accuracy is simply
-    how often they are right on the part that they have not seen. The interval is Student's for the mean over the F parts, with
-    :math:`t_{0.975}(F - 1)\, s / \sqrt F` as half-width, since the model that is shipped is one more that might have come out
-    otherwise; no narrower than Jeffreys' for that share; and wider by the chance in which texts the target has.
+    **Labeled target texts.** If ``left_out`` has models trained without a part of these, the source model's accuracy is how
+    often they are right on the part that they have not seen. The interval is Student's for the mean over the F parts, with
+    half-width :math:`t_{0.975}(F - 1)\, s / \sqrt F`; no narrower than Jeffreys' interval for that share; and widened by the
+    sampling of the target texts.
 
-    With ``target_shares``, those of the K classes in the target as far as they are known or assumed, the source texts of
-    a class count so much that all together have these shares: a model that was corrected for them is at its best there.
-
-    **An adapted model** was trained to be sure of these very texts, so by its own confidence it looks better than it is.
-    ``anchor`` is what helps: the source model's estimate a and its scores on the same target texts. If the two models
-    disagree on a share d of the texts, their accuracies differ by d at most, so the own estimate e (less what the source model's
-    was off by, where labeled target texts tell) is brought within [a - d, a + d]. The truth is then looked for between a, where
-    the adaptation has gained nothing, and e, where it is right wherever it is sure: the estimate is halfway. The interval reaches
-    over a's and over one of e's own half-widths around it, but not by more than d beyond a's.
+    **An adapted model** was trained to be confident on these texts, so its own confidence overestimates its accuracy. With
+    ``anchor``: if the two models disagree on a share d of the texts, their accuracies differ by d at most, so the model's own
+    estimate e (less the source model's known error, if labeled target texts show it) is clipped to [a - d, a + d] around the
+    source model's estimate a. The result is halfway between a and e. The interval covers a's interval and one own half-width
+    around e, but reaches no further than d beyond a's.
     """
     source_logits, target_logits = np.asarray(source_logits), np.asarray(target_logits)
     source_labels = np.asarray(source_labels)
     if not len(source_logits) or not len(target_logits):
-        raise ValueError("an estimate wants at least one source text and one target text")
+        raise ValueError("expected at least one source text and one target text")
     own = _thresholded(source_logits, source_labels, target_logits, target_shares)
     drawn = _resample(own, resamples, np.random.default_rng(seed))
     ends = np.quantile(drawn, [0.025, 0.975])
@@ -108,10 +136,10 @@ def estimate_accuracy(
     folds = [one for one in left_out if one.kind == FOLD]
     domain_error = None
     if folds:
-        parts = [one.with_shares(target_shares).right for one in folds]
+        parts = [one.with_shares(target_shares).correct for one in folds]
         right = np.concatenate(parts)
         method = "labeled target texts, cross-fitted"
-        notes.append(f"from {len(right)} labeled target texts; confidence alone would say {accuracy:.3f}")
+        notes.append(f"from {len(right)} labeled target texts; by confidence alone it is {accuracy:.3f}")
         accuracy = float(right.mean())
         below, above = _share_interval(parts, len(target_logits))
     elif domains:
@@ -123,19 +151,19 @@ def estimate_accuracy(
         below, above = max(below, accuracy - own.by_confidence), max(above, own.by_confidence - accuracy)
         notes.append(ONE_DOMAIN)
     if not folds and abs(accuracy - own.by_confidence) > DISAGREEMENT:
-        notes.append(f"the drop in confidence alone would say {own.by_confidence:.3f}, thresholding says {accuracy:.3f}")
+        notes.append(f"by the drop in confidence it is {own.by_confidence:.3f}, by thresholding {accuracy:.3f}")
     low, high = accuracy - below, accuracy + above
 
     if anchor is not None:
         before, before_logits = anchor
         if len(before_logits) != len(target_logits):
-            raise ValueError(f"the anchor wants scores of the {len(target_logits)} texts, got {len(before_logits)}")
+            raise ValueError(f"anchor: expected logits of the {len(target_logits)} texts, got {len(before_logits)}")
         changed = float((np.asarray(before_logits).argmax(axis=1) != target_logits.argmax(axis=1)).mean())
         sure = own.accuracy + (before.accuracy - before.by_threshold if folds else 0.0)
         bound = min(max(sure, before.accuracy - changed), before.accuracy + changed)
         if bound != sure:
             notes.append(
-                f"confidence alone would say {sure:.3f}, but only {changed:.1%} of the predictions differ"
+                f"by confidence alone it is {sure:.3f}, but only {changed:.1%} of the predictions differ"
                 f" from the source model's, estimated at {before.accuracy:.3f}"
             )
         accuracy = (before.accuracy + bound) / 2
@@ -144,7 +172,7 @@ def estimate_accuracy(
         if abs(bound - before.accuracy) > DISAGREEMENT:
             notes.append(
                 f"halfway between the source model's {before.accuracy:.3f} and the adapted model's own {bound:.3f}:"
-                " self-training makes a model surer than it is right"
+                " self-training makes a model overconfident"
             )
     return Estimate(
         accuracy=accuracy,
@@ -168,15 +196,15 @@ def _share_at_least_as_sure(
     source_weights: np.ndarray | None = None,
     target_weights: np.ndarray | None = None,
 ) -> float:
-    """P_T(c >= t) with t such that P_S(c < t) = error; the mass at t is divided on both sides as on the source's."""
+    """Return P_T(c >= t) with t such that P_S(c < t) = error; the mass at t is divided on both sides as on the source's."""
     order = np.argsort(source, kind="stable")
     weights = np.full(len(source), 1.0) if source_weights is None else source_weights
     below = np.cumsum(weights[order])
     below = below / below[-1]
-    place = int(np.searchsorted(below, error + 1e-12, side="right"))
-    if place == len(source) or error >= 1:
+    position = int(np.searchsorted(below, error + 1e-12, side="right"))
+    if position == len(source) or error >= 1:
         return 0.0
-    threshold = source[order[place]]
+    threshold = source[order[position]]
     ties = source[order] == threshold
     at = float(weights[order][ties].sum() / weights.sum())
     up_to = float(below[np.flatnonzero(ties)[-1]])
@@ -197,10 +225,10 @@ class _Thresholded:
     target_confidence: np.ndarray
 
 
-def _thresholded(scores: np.ndarray, labels: np.ndarray, target_logits: np.ndarray, shares: np.ndarray | None) -> _Thresholded:
+def _thresholded(logits: np.ndarray, labels: np.ndarray, target_logits: np.ndarray, shares: np.ndarray | None) -> _Thresholded:
     weights = class_weights(labels, shares)
-    temperature = calibrate(scores, labels, weights)
-    source, target = log_softmax(scores, temperature), log_softmax(target_logits, temperature)
+    temperature = calibrate(logits, labels, weights)
+    source, target = log_softmax(logits, temperature), log_softmax(target_logits, temperature)
     right = source.argmax(axis=1) == labels
     weighted = float(np.average(right, weights=weights))
     source_confidence, target_confidence = -entropy(source), -entropy(target)
@@ -211,13 +239,15 @@ def _thresholded(scores: np.ndarray, labels: np.ndarray, target_logits: np.ndarr
 
 
 def _domain_error(left_out: LeftOut, shares: np.ndarray | None) -> float:
-    """The estimate for a domain that the model has not seen, less the truth."""
-    said = left_out.with_shares(shares)
-    return _thresholded(said.held_logits, said.held_labels, said.logits, shares).accuracy - float(said.right.mean())
+    """Return the estimate for a domain that the model was not trained on, less the true accuracy."""
+    corrected = left_out.with_shares(shares)
+    return _thresholded(corrected.held_out_logits, corrected.held_out_labels, corrected.logits, shares).accuracy - float(
+        corrected.correct.mean()
+    )
 
 
 def _share_interval(parts: Sequence[np.ndarray], texts: int) -> tuple[float, float]:
-    """How far below and above the share that is right in all parts together that of `texts` others may be."""
+    """Return how far below and above the share of correct texts the share among `texts` others may be."""
     right = np.concatenate(parts)
     hits, count = float(right.sum()), len(right)
     low, high = betaincinv(hits + 0.5, count - hits + 0.5, [0.025, 0.975])
@@ -231,7 +261,7 @@ def _share_interval(parts: Sequence[np.ndarray], texts: int) -> tuple[float, flo
 
 
 def _resample(own: _Thresholded, resamples: int, random: np.random.Generator) -> np.ndarray:
-    """[resamples] estimates under Dirichlet weights of the texts: a share n/N becomes Beta(n + 1/2, N - n + 1/2)."""
+    """Return [resamples] estimates under Dirichlet weights of the texts: a share n/N becomes Beta(n + 1/2, N - n + 1/2)."""
     drawn = np.empty(resamples)
     for index in range(resamples):
         source_weights = own.weights * random.standard_exponential(len(own.source_confidence))

@@ -1,8 +1,8 @@
-"""What source models say about labeled texts that they have not seen, not even others of their domain.
+"""Logits of source models for labeled texts of a domain that they were not trained on.
 
-A model is surer and righter in a domain that it was trained on than in a new one. How far an estimate of its accuracy may be off
-in a new domain shows when one source domain is left out of the training and stands for the target: its labels are known. With
-some labeled target texts the target itself can be asked: models trained without a part of them are tested on that part.
+A model is more confident and more often right in a domain that it was trained on than in a new one. To see how far an accuracy
+estimate may be off in a new domain, one source domain is left out of the training and stands for the target: its labels are
+known. With labeled target texts, models are trained without a part of them and tested on that part.
 """
 
 from __future__ import annotations
@@ -17,128 +17,155 @@ from torch import Tensor
 
 from mtem.selection import priors
 
-FEWEST = 30  # texts of a domain, or labeled target texts, that can say anything about an accuracy
+FEWEST = 30  # texts of a domain, or labeled target texts, from which an accuracy can be measured
 DOMAIN, FOLD = "domain", "fold"
+_ARRAYS = ("logits", "labels", "held_out_logits", "held_out_labels", "target_logits")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Labeled rows that one source model is trained without, and is tested on."""
+    """Labeled rows that one source model is trained without, and is tested on.
+
+    Attributes
+    ----------
+    kind
+        ``DOMAIN``: a source domain. ``FOLD``: a part of the labeled target texts.
+    name
+        The domain's name, or the fold's.
+    test_rows, train_rows
+        What the model is tested on, and what it is trained on.
+    held_out_rows
+        Held-out rows of the domains that it is trained on.
+    """
 
     kind: str
-    """``DOMAIN``: a source domain. ``FOLD``: a part of the labeled target texts."""
     name: str
-    tested: np.ndarray
-    trained: np.ndarray
-    held: np.ndarray
-    """Held-out rows of the domains that it was trained on."""
+    test_rows: np.ndarray
+    train_rows: np.ndarray
+    held_out_rows: np.ndarray
+
+    def among(self, rows: np.ndarray) -> np.ndarray:
+        """Return those of `rows` that the model is trained on."""
+        return np.intersect1d(rows, self.train_rows)
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What that model said: logits and labels."""
+    """Logits and labels of that model.
+
+    Attributes
+    ----------
+    kind, name
+        As in `Part`.
+    logits, labels
+        [N, K] and [N], of the texts that were left out.
+    held_out_logits, held_out_labels
+        [S, K] and [S], of held-out texts of the domains that the model was trained on.
+    target_logits
+        [T, K] of unlabeled target texts. For a domain, which stands for the target, the same as `logits`.
+    """
 
     kind: str
     name: str
     logits: np.ndarray
-    """[N, K] of the texts that were left out."""
     labels: np.ndarray
-    held_logits: np.ndarray
-    """[S, K] of held-out texts of the domains that it was trained on."""
-    held_labels: np.ndarray
+    held_out_logits: np.ndarray
+    held_out_labels: np.ndarray
     target_logits: np.ndarray
-    """[T, K] of unlabeled target texts; for a domain, which stands for the target itself, the same as ``logits``."""
 
     def with_shares(self, shares: np.ndarray | None) -> LeftOut:
-        """As the model would be shipped if these class shares were assumed of the target."""
+        """Return the logits of the model corrected for these class shares of the target."""
         if shares is None:
             return self
         bias = priors.correction(self.target_logits, shares)
         return LeftOut(
-            self.kind, self.name, self.logits + bias, self.labels, self.held_logits + bias, self.held_labels,
+            self.kind, self.name, self.logits + bias, self.labels, self.held_out_logits + bias, self.held_out_labels,
             self.target_logits + bias,
         )  # fmt: skip
 
     @property
-    def right(self) -> np.ndarray:
-        """[N] whether each text that was left out is classified correctly."""
-        return self.logits.argmax(axis=1) == self.labels
+    def correct(self) -> np.ndarray:
+        """Whether each text that was left out is classified correctly, [N]."""
+        return np.asarray(self.logits.argmax(axis=1) == self.labels)
+
+    def description(self) -> dict[str, Any]:
+        """Return the entry for run.json."""
+        accuracy = round(float(self.correct.mean()), 4)
+        return {"kind": self.kind, "name": self.name, "texts": len(self.labels), "accuracy": accuracy}
 
 
 def find_parts(
     domains: Sequence[str],
     domain_numbers: np.ndarray,
     labels: np.ndarray,
-    train: np.ndarray,
-    held: np.ndarray,
-    target_labeled: np.ndarray,
+    train_rows: np.ndarray,
+    held_out_rows: np.ndarray,
+    target_labeled_rows: np.ndarray,
     *,
     most: int,
     texts: int,
     seed: int,
 ) -> list[Part]:
-    """What to leave out: parts of the labeled target texts if there are enough of them, else source domains, the largest first.
+    """Choose what to leave out: parts of the labeled target texts if there are enough, else the largest source domains.
 
     Parameters
     ----------
     domains, domain_numbers
-        The names of the source domains, and the number of each source row's.
+        Names of the source domains, and the number of each source row's domain.
     labels
-        Class numbers of all labeled rows, those of the target behind those of the source.
-    train, held
+        Class numbers of all labeled rows; those of the target come after those of the source.
+    train_rows, held_out_rows
         Rows that the source model is trained on (those of the target among them), and held-out rows of the source.
-    target_labeled
+    target_labeled_rows
         Rows of the labeled target texts.
     most
-        So many parts at most.
+        Largest number of parts.
     texts
-        So many texts of a domain are tested at most.
+        Largest number of texts of a domain that are tested.
+    seed
+        Of the folds and of the tested texts.
     """
     draw = np.random.default_rng([seed, 0x1EF7])
     parts = []
-    if len(target_labeled) >= FEWEST and most > 1:
-        for number, fold in enumerate(_folds(target_labeled, labels, most, draw)):
-            parts.append(Part(FOLD, f"labeled target {number + 1}", fold, np.setdiff1d(train, fold), held))
+    if len(target_labeled_rows) >= FEWEST and most > 1:
+        for number, fold in enumerate(_folds(target_labeled_rows, labels, most, draw)):
+            parts.append(Part(FOLD, f"labeled target {number + 1}", fold, np.setdiff1d(train_rows, fold), held_out_rows))
     elif most:
-        of = np.full(len(labels), -1)
-        of[: len(domain_numbers)] = domain_numbers
+        domain_of = np.full(len(labels), -1)
+        domain_of[: len(domain_numbers)] = domain_numbers
         sizes = np.bincount(domain_numbers, minlength=len(domains))
         for number in np.argsort(-sizes, kind="stable")[:most]:
-            rows = np.flatnonzero(of == number)
+            rows = np.flatnonzero(domain_of == number)
             tested = np.sort(draw.permutation(rows)[:texts])
-            parts.append(Part(DOMAIN, domains[number], tested, train[of[train] != number], held[of[held] != number]))
-    known = len(np.unique(labels[train]))
+            kept = train_rows[domain_of[train_rows] != number]
+            parts.append(Part(DOMAIN, domains[number], tested, kept, held_out_rows[domain_of[held_out_rows] != number]))
+    known = len(np.unique(labels[train_rows]))
     return [
         part for part in parts
-        if min(len(part.held), len(part.tested) if part.kind == DOMAIN else FEWEST) >= FEWEST
-        and len(np.unique(labels[part.trained])) == known
+        if min(len(part.held_out_rows), len(part.test_rows) if part.kind == DOMAIN else FEWEST) >= FEWEST
+        and len(np.unique(labels[part.train_rows])) == known
     ]  # fmt: skip
 
 
 def _folds(rows: np.ndarray, labels: np.ndarray, count: int, draw: np.random.Generator) -> list[np.ndarray]:
-    """Parts of about equal size, each with its share of every class."""
+    """Return parts of about equal size, each with its share of every class."""
     mixed = draw.permutation(rows)
     ordered = mixed[np.argsort(labels[mixed], kind="stable")]
     return [np.sort(ordered[first::count]) for first in range(count)]
 
 
-# ---------------------------------------------------------------------- on disk
-
-
-def to_tensors(left_out: Sequence[LeftOut]) -> dict[str, Tensor]:
-    names = ("logits", "labels", "held_logits", "held_labels", "target_logits")
+def to_tensors(results: Sequence[LeftOut]) -> dict[str, Tensor]:
+    """Return all arrays as named tensors, to be written."""
     return {
-        f"{number}.{name}": torch.from_numpy(np.ascontiguousarray(getattr(one, name)))
-        for number, one in enumerate(left_out)
-        for name in names
+        f"{number}.{name}": torch.from_numpy(np.ascontiguousarray(getattr(result, name)))
+        for number, result in enumerate(results)
+        for name in _ARRAYS
     }
 
 
-def from_tensors(tensors: Mapping[str, Tensor], about: Sequence[Mapping[str, Any]]) -> list[LeftOut]:
-    """`about` has the kind and the name of each."""
+def from_tensors(tensors: Mapping[str, Tensor], descriptions: Sequence[Mapping[str, Any]]) -> list[LeftOut]:
+    """Return what `to_tensors` wrote; `descriptions` has the kind and the name of each."""
     return [
-        LeftOut(one["kind"], one["name"], *(
-            tensors[f"{number}.{name}"].numpy() for name in ("logits", "labels", "held_logits", "held_labels", "target_logits")
-        ))
-        for number, one in enumerate(about)
-    ]  # fmt: skip
+        LeftOut(about["kind"], about["name"], *(tensors[f"{number}.{name}"].numpy() for name in _ARRAYS))
+        for number, about in enumerate(descriptions)
+    ]

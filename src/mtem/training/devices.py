@@ -10,10 +10,11 @@ DEVICES = ("cpu", "cuda", "mps")
 
 
 def find_device(name: str) -> torch.device:
+    """Return the device called `name`; "auto" is a GPU if there is one. Refuse one that cannot be used."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name.split(":")[0] not in DEVICES:
-        raise RequestError(f"unknown device '{name}': there are {', '.join(DEVICES)} and auto")
+        raise RequestError(f"unknown device '{name}': choose one of {', '.join(DEVICES)} or auto")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -23,7 +24,7 @@ def find_device(name: str) -> torch.device:
 
 
 def find_precision(name: str, device: torch.device) -> torch.dtype | None:
-    """The autocast type; None is full precision."""
+    """Return the autocast type of a precision; None is full precision."""
     if name == "auto":
         name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     if name == "fp16" and device.type != "cuda":

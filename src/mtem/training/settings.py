@@ -14,9 +14,9 @@ SCHEDULES = (*schedules.SCHEDULES, "assumption-2")
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
-    """What all methods share: lengths, rates, batches, the device, the choice of the final weights."""
+    """Lengths, learning rates, batches, the device, the choice of the final weights."""
 
-    seed: int = setting(0, "every random choice follows from it", low=0, high=2**32 - 1)
+    seed: int = setting(0, "seed of every random choice", low=0, high=2**32 - 1)
     max_length: int = setting(256, "tokens kept of a text", low=4)
     batch_size: int = setting(50, "texts in a batch, of the source and of the target", low=1)
     source_epochs: float = setting(3.0, "passes over the labeled texts before the adaptation", low=0.0)
@@ -24,48 +24,48 @@ class TrainingSettings:
         None, "learning rate of the source training; none: 5e-5, or 5e-4 when lower layers are frozen; bigcn 2e-3", low=0.0
     )
     epochs: float = setting(2.0, "passes over the unlabeled texts in the adaptation", low=0.0)
-    steps: int | None = setting(None, "steps of the adaptation, in place of epochs", low=0)
+    steps: int | None = setting(None, "steps of the adaptation, instead of epochs", low=0)
     learning_rate: float | None = setting(
         None, "learning rate of the adaptation; none: 2e-5, or 2e-4 when lower layers are frozen; bigcn 5e-4", low=0.0
     )
     optimizer: str = setting(
-        "adamw", "of the adaptation; sgd, as in Algorithm 1, hardly moves a transformer at the usual rates",
+        "adamw", "optimizer of the adaptation; sgd, as in Algorithm 1, hardly moves a transformer at the usual learning rates",
         choices=("adamw", "adam", "sgd"),
     )  # fmt: skip
-    schedule: str = setting("linear", "of the learning rate", choices=SCHEDULES)
-    warmup_ratio: float = setting(0.1, "share of the steps in which the rate rises", low=0.0, high=1.0)
-    weight_decay: float = setting(0.01, "of matrices; biases and norms have none", low=0.0)
-    layer_decay: float = setting(1.0, "each layer's rate relative to the one above it", low=0.01, high=1.0)
-    max_grad_norm: float = setting(1.0, "largest norm of the gradient; 0: as it is", low=0.0)
+    schedule: str = setting("linear", "learning rate schedule", choices=SCHEDULES)
+    warmup_ratio: float = setting(0.1, "share of the steps in which the learning rate rises", low=0.0, high=1.0)
+    weight_decay: float = setting(0.01, "weight decay of matrices; biases and norms have none", low=0.0)
+    layer_decay: float = setting(1.0, "learning rate of each layer relative to the one above it", low=0.01, high=1.0)
+    max_grad_norm: float = setting(1.0, "largest norm of the gradient; 0: no clipping", low=0.0)
     frozen_layers: int | None = setting(
-        None, "lower layers kept as they are (negative: all but so many); none: 0 on a GPU, all but two on a CPU"
+        None, "number of lower layers that are not trained (negative: all but so many); none: 0 on a GPU, all but two on a CPU"
     )
     target_labeled_share: float | None = setting(
         0.5,
-        "with --target-labeled: their share of every labeled batch, for every method and the outer loop too; none: as often as "
-        "their number says",
+        "with --target-labeled: share of the labeled target texts in every labeled batch, for every method and for the outer "
+        "loop; none: their share of all labeled texts",
         low=0.01,
         high=1.0,
     )
     class_weights: str = setting(
-        "none", "of the loss on labeled texts; balanced: rare classes count as much as frequent ones",
+        "none", "weights of the classes in the loss on labeled texts; balanced: rare classes count as much as frequent ones",
         choices=("none", "balanced"),
     )  # fmt: skip
     target_class_prior: str = setting(
         "none",
-        "class shares assumed of the target: pseudo labels are aligned with them, and in the end each class gets the bias that "
-        "brings the predictions there. labeled: those of the labeled target texts. estimated: from the unlabeled texts, where "
-        "only the shares differ from the source's",
+        "class shares assumed of the target: pseudo labels are aligned with them, and at the end each class gets the bias that "
+        "brings the predictions to these shares. labeled: those of the labeled target texts. estimated: from the unlabeled "
+        "texts, if only the shares differ from the source's",
         choices=priors.KINDS,
     )
     validation_share: float = setting(0.1, "share of the labeled texts held out", low=0.01, high=0.5)
     criterion: str = setting(DEFAULT_CRITERION, "how weights are chosen without target labels", choices=tuple(CRITERIA))
-    evaluations: int = setting(8, "how often weights are judged during the adaptation", low=1)
-    evaluation_texts: int = setting(1000, "target texts looked at in each; and at most so many held-out ones", low=10)
+    evaluations: int = setting(8, "how often weights are evaluated during the adaptation", low=1)
+    evaluation_texts: int = setting(1000, "target texts, and at most as many held-out texts, in each evaluation", low=10)
     left_out_models: int = setting(
         4,
-        "source models that are trained besides, each without one source domain (the largest, if there are more) or without a "
-        "part of the labeled target texts, to see how far the accuracy estimate is off in an unseen domain; 0: none",
+        "additional source models, each trained without one source domain (the largest ones) or without a part of the labeled "
+        "target texts, to measure how far the accuracy estimate is off in an unseen domain; 0: none",
         low=0,
     )
     device: str = setting("auto", "cpu, cuda, mps or auto")
@@ -76,7 +76,7 @@ class TrainingSettings:
 
 
 def find_learning_rates(settings: TrainingSettings, defaults: tuple[float, float]) -> tuple[float, float]:
-    """(source, adaptation): the settings', or where they give none the model's."""
+    """Return the learning rates (source, adaptation): those of the settings, or the model's defaults."""
     source, adaptation = defaults
     return (
         source if settings.source_learning_rate is None else settings.source_learning_rate,

@@ -1,4 +1,4 @@
-"""The loop: batches in, steps of a method out, on any device and precision; logged, checkpointed, resumable."""
+"""The training loop: batches in, steps of a method out, on any device and precision."""
 
 from __future__ import annotations
 
@@ -17,11 +17,33 @@ from mtem.training.optimizer import make_optimizer
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
 
-QUANTILE_SAMPLE = 20_000  # indexes at most that the history's quantiles are taken of
+QUANTILE_SAMPLE = 20_000  # largest number of indexes that quantiles in the history are computed from
 
 
 class Trainer:
-    """Runs `steps` steps of a method. `after(done)` is called behind each step: evaluations and checkpoints live there."""
+    """Runs steps of a method.
+
+    Parameters
+    ----------
+    method
+        What is trained, and how.
+    settings
+        Clipping, logging, optimizer and schedule.
+    name
+        Of the stage, in the history and on the progress bar.
+    steps, learning_rate
+        Number of steps, and the base learning rate.
+    source, target
+        Labeled and unlabeled batches by step number.
+    progress
+        Where the progress is shown.
+    optimizer, schedule
+        In place of those of the settings.
+    record
+        Called with every line of the history.
+    after_step
+        Called after each step with the number of steps done: evaluations and checkpoints happen here.
+    """
 
     def __init__(
         self,
@@ -37,10 +59,10 @@ class Trainer:
         optimizer: str | None = None,
         schedule: str | None = None,
         record: Callable[[dict[str, Any]], None] = lambda line: None,
-        after: Callable[[int], None] = lambda done: None,
+        after_step: Callable[[int], None] = lambda done: None,
     ) -> None:
         self.method, self.settings, self.name, self.steps, self.base_learning_rate = method, settings, name, steps, learning_rate
-        self.source, self.target, self.progress, self.record, self.after = source, target, progress, record, after
+        self.source, self.target, self.progress, self.record, self.after_step = source, target, progress, record, after_step
         self.schedule = schedule or settings.schedule
         self.optimizer = make_optimizer(method, settings, optimizer or settings.optimizer, learning_rate)
         scaled = method.model.precision is torch.float16
@@ -50,10 +72,11 @@ class Trainer:
         self._learning_rate = learning_rate
 
     def learning_rate(self) -> float:
-        """The current learning rate, before layer-wise decay."""
+        """Return the current learning rate, before layer-wise decay."""
         return self._learning_rate
 
     def run(self, first: int = 0) -> None:
+        """Run the steps from number `first` on."""
         with self.progress.stage(self.name, self.steps):
             self.progress.advance(first)
             for step in range(first, self.steps):
@@ -63,7 +86,7 @@ class Trainer:
                     log = self.method.step(step, self.source(step), target, self.update)
                 except torch.OutOfMemoryError as error:
                     raise RunError(
-                        f"{self.name}, step {step + 1}: the GPU's memory is full; set a smaller batch_size or max_length, "
+                        f"{self.name}, step {step + 1}: out of GPU memory; set a smaller batch_size or max_length, "
                         "or frozen_layers"
                     ) from error
                 last = step + 1 == self.steps
@@ -71,12 +94,12 @@ class Trainer:
                     self._log(step, log)
                 else:
                     self.progress.advance(step + 1)
-                self.after(step + 1)
+                self.after_step(step + 1)
 
     def update(
         self, loss: Tensor | None, before_step: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
     ) -> None:
-        """Backward, clipping, one optimizer step; what `methods.Update` says."""
+        """Run the backward pass, clip, take one optimizer step; see `mtem.methods.Update`."""
         if loss is not None:
             self.scaler.scale(loss).backward()
         if gradients:
@@ -84,7 +107,7 @@ class Trainer:
             for name, parameter in self.method.model.trainable().items():
                 if name in gradients:
                     gradient = gradients[name] if scale is None else gradients[name] * scale
-                    # Contiguous: the fused kernels on the CPU read the memory and not the strides.
+                    # Contiguous: the fused CPU kernels ignore strides.
                     parameter.grad = gradient.contiguous() if parameter.grad is None else parameter.grad.add_(gradient)
         if before_step is not None:
             before_step()
@@ -93,12 +116,12 @@ class Trainer:
             self._norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)  # now, so that the next step's passes have that memory
+        self.optimizer.zero_grad(set_to_none=True)  # frees memory before the next step
 
     # ------------------------------------------------------------------ resuming
 
     def state(self) -> dict[str, Tensor]:
-        """Optimizer and scaler as named tensors."""
+        """Return the state of optimizer and scaler as named tensors."""
         tensors = {}
         for number, parameter in enumerate(self.parameters):
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -110,6 +133,7 @@ class Trainer:
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Load what `state` returned."""
         for name, value in tensors.items():
             if name == "scale":
                 scaler = self.scaler.state_dict()
@@ -118,9 +142,9 @@ class Trainer:
                 continue
             number, key = name.split(".", 1)
             parameter = self.parameters[int(number)]
-            # Adam counts its steps in a CPU tensor unless it is fused: leave it where the optimizer expects it.
-            place = value if key == "step" and not self._fused else value.to(parameter.device)
-            self.optimizer.state[parameter][key] = place
+            # Adam counts its steps in a CPU tensor unless it is fused.
+            moved = value if key == "step" and not self._fused else value.to(parameter.device)
+            self.optimizer.state[parameter][key] = moved
 
     @property
     def _fused(self) -> bool:

@@ -1,9 +1,8 @@
-"""Weights by name: taking, keeping and giving back those of a model, and a source model that another run has trained."""
+"""Weights by name: read, copied, loaded, corrected."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,45 +11,45 @@ from torch import Tensor, nn
 from mtem.errors import RunError
 from mtem.models.base import Model
 
-if TYPE_CHECKING:
-    pass
-
 
 def current(model: Model) -> dict[str, Tensor]:
-    """What is trained, as it is now and goes on changing."""
+    """Return the trainable weights themselves, without copying: they change with the training."""
     return {name: parameter.detach() for name, parameter in model.trainable().items()}
 
 
 def everything(module: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers, without copying."""
     return {name: value.detach() for name, value in [*module.named_parameters(), *module.named_buffers()]}
 
 
 def head_buffers(model: Model) -> dict[str, Tensor]:
-    """What of the head is no parameter but may change: a correction of the prior."""
+    """Return the buffers of the head. They are not trained but may hold a prior correction."""
     return {name: value for name, value in model.named_buffers() if name.startswith(model.head_path + ".")}
 
 
 def clone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a copy."""
     return {name: value.detach().clone() for name, value in weights.items()}
 
 
 @torch.no_grad()
 def load(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights into the parameters and buffers of the same names."""
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, value in weights.items():
         own[name].copy_(value)
 
 
-def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def strip_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, without it."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 @torch.no_grad()
 def add_bias(model: Model, bias: Sequence[float] | np.ndarray) -> None:
-    """Give the model's head a correction of the prior."""
+    """Add a prior correction to the bias of the model's head."""
     if model.head.bias is None:
-        raise RunError("prior: the encoder's head has no bias that could carry the correction; set target_class_prior=none")
+        raise RunError(
+            "target_class_prior: the encoder's head has no bias that could hold the correction; set target_class_prior=none"
+        )
     model.head.bias.add_(torch.from_numpy(np.asarray(bias)).to(model.head.bias))
-
-
-# ---------------------------------------------------------------------- theta_1 of another run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,6 +79,21 @@ class TreeModel(Model):
     # served best on events held out of the sources (docs/pheme.md).
     defaults: ClassVar[dict[str, Any]] = {"source_epochs": 4.0, "epochs": 10.0, "target_class_prior": "uniform"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"learning_rate": 5e-3, "target_class_prior": "none"}}
+
+    library_name = "mtem"
+    card_title = "A classifier of threads"
+
+    @classmethod
+    def card_usage(cls, record: Mapping[str, Any]) -> str:
+        """Return how to use a saved model, for its card."""
+        return f"A BiGCN over `{record['settings']['features']}` features. Read it with `mtem.load(PATH)`."
+
+    @classmethod
+    def warnings_for(cls, corpus: Corpus) -> list[str]:
+        """Return what a user should know about giving this corpus to such a model."""
+        if corpus.threaded:
+            return []
+        return [f"{corpus.name}: these are texts without replies; bigcn sees nothing but their words"]
 
     def __init__(self, network: BiGCN, features: NodeFeatures, classes: Sequence[str]) -> None:
         super().__init__()

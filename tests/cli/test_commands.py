@@ -74,7 +74,9 @@ def test_adapt_says_what_came_of_it_in_plain_text(adapted):
     output, done = adapted
     assert "estimated accuracy on the target, without labels" in done.stdout and str(output / "model") in done.stdout
     assert re.search(r"before +0\.\d{3} +\(0\.\d{3} to \d\.\d{3}\)", done.stdout)
-    assert "the interval covers few texts, not the step to a new domain" in done.stdout, "two domains of 60 texts are too small"
+    assert "the interval covers the number of texts, not the step to a new domain" in done.stdout, (
+        "two domains of 60 texts are too small"
+    )
     for text in (done.stdout, done.stderr):
         assert "\x1b" not in text and "\r" not in text and "it/s" not in text
     record = json.loads((output / "run.json").read_text())
@@ -184,7 +186,7 @@ def test_an_interrupted_run_says_how_to_go_on(reviews, encoder, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in errors
-    assert errors.splitlines()[-1] == "mtem: interrupted; the same command with --resume goes on"
+    assert errors.splitlines()[-1] == "mtem: interrupted; the same command with --resume continues"
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
 
 
@@ -202,18 +204,19 @@ def test_adapt_says_what_it_has_read(adapted, reviews, encoder, tmp_path, mtem):
 
 
 def test_an_estimate_may_be_withheld(adapted, capsys, monkeypatch):
-    from mtem.cli.main import _summary
-    from mtem.run.model_card import card
+    from mtem.cli.adapt import print_summary
+    from mtem.models.text import TextModel
+    from mtem.run.model_card import model_card
 
     record = json.loads((adapted[0] / "run.json").read_text())
-    assert record["unit"] == "texts" and "Estimated accuracy on the target" in card(record)
+    assert record["unit"] == "texts" and "Estimated accuracy on the target" in model_card(record, TextModel)
     record["texts"]["source_held_out"] = 7
     none = {"before": None, "after": None}
     for estimate in (none, None, {"before": record["estimate"]["before"], "after": None}):
         changed = {**record, "estimate": estimate, "unit": "threads"}
-        _summary(changed, adapted[0])
+        print_summary(changed, adapted[0])
         shown = capsys.readouterr().out
-        assert "No accuracy estimate: only 7 source threads were held out" in card(changed)
+        assert "No accuracy estimate: only 7 source threads were held out" in model_card(changed, TextModel)
         if estimate in (none, None):
             assert "no accuracy estimate: only 7 source threads were held out" in shown and "0.000" not in shown
             assert "estimated accuracy" not in shown
@@ -341,15 +344,15 @@ def test_the_target_is_the_source(mtem, reviews, encoder, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--set", "epochs"], "--set epochs: KEY=VALUE"),
+        (["--set", "epochs"], "--set epochs: expected KEY=VALUE"),
         (["--set", "=3"], "KEY=VALUE"),
         (["--set", "epoch=3"], "unknown setting 'epoch': did you mean 'epochs'?"),
         (["--set", "epochs=many"], "epochs=many: a number is wanted"),
         (["--set", "learning_rate=nan"], "learning_rate=nan"),
         (["--set", "learning_rate=" + "9" * 400], "learning_rate=inf"),
         (["--set", "mask_ratio=2"], "between 0.0 and 0.9"),
-        (["--set", "preset=paper"], "'preset' is no setting"),
-        (["--set", "output=elsewhere"], "'output' is no setting"),
+        (["--set", "preset=paper"], "'preset' is an option, not a setting"),
+        (["--set", "output=elsewhere"], "'output' is an option, not a setting"),
         (["--set", "index_low=3", "--set", "index_high=2"], "index_high=2.0 must be above index_low=3.0"),
         (["--set", "device=gpu"], "unknown device 'gpu'"),
         (["--set", "precision=fp16", "--set", "device=cpu"], "fp16 needs a GPU"),

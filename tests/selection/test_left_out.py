@@ -37,14 +37,14 @@ def test_each_source_domain_is_left_out_once():
     parts, numbers, _ = parts_of((100, 300, 200))
     assert [(part.kind, part.name) for part in parts] == [(DOMAIN, "d1"), (DOMAIN, "d2"), (DOMAIN, "d0")]
     for part, number in zip(parts, (1, 2, 0), strict=True):
-        assert set(numbers[part.tested]) == {number} and len(part.tested) == (numbers == number).sum()
-        assert set(numbers[part.trained]) == set(numbers[part.held]) == {0, 1, 2} - {number}
-        assert not np.intersect1d(part.trained, part.held).size
+        assert set(numbers[part.test_rows]) == {number} and len(part.test_rows) == (numbers == number).sum()
+        assert set(numbers[part.train_rows]) == set(numbers[part.held_out_rows]) == {0, 1, 2} - {number}
+        assert not np.intersect1d(part.train_rows, part.held_out_rows).size
 
 
 def test_the_largest_domains_are_left_out_and_tested_on_a_sample():
     parts, _, _ = parts_of((100, 300, 200, 50, 70), most=3, texts=80)
-    assert [part.name for part in parts] == ["d1", "d2", "d0"] and [len(part.tested) for part in parts] == [80] * 3
+    assert [part.name for part in parts] == ["d1", "d2", "d0"] and [len(part.test_rows) for part in parts] == [80] * 3
     assert parts_of((100, 300), most=0)[0] == []
 
 
@@ -61,12 +61,12 @@ def test_labeled_target_texts_are_cross_fitted():
     parts, numbers, labels = parts_of((200, 200), few=50)
     few = np.arange(400, 450)
     assert [part.kind for part in parts] == [FOLD] * 4
-    assert sorted(np.concatenate([part.tested for part in parts])) == few.tolist()
+    assert sorted(np.concatenate([part.test_rows for part in parts])) == few.tolist()
     for part in parts:
-        assert not np.intersect1d(part.tested, part.trained).size
-        assert sorted(np.concatenate([part.tested, np.intersect1d(part.trained, few)])) == few.tolist()
-        assert abs((labels[part.tested] == 0).mean() - 0.5) < 0.1, "every part has its share of both classes"
-        assert set(numbers[part.held]) == {0, 1}
+        assert not np.intersect1d(part.test_rows, part.train_rows).size
+        assert sorted(np.concatenate([part.test_rows, np.intersect1d(part.train_rows, few)])) == few.tolist()
+        assert abs((labels[part.test_rows] == 0).mean() - 0.5) < 0.1, "every part has its share of both classes"
+        assert set(numbers[part.held_out_rows]) == {0, 1}
     assert {part.kind for part in parts_of((200, 200), few=20)[0]} == {DOMAIN}, "too few to test on"
 
 
@@ -131,8 +131,8 @@ def test_no_step_sees_what_is_left_out(task, monkeypatch, few):
     mtem.adapt(**task, **({"target_labeled": few_texts()} if few else {}))
     assert [part.kind for part in parts] == ([FOLD] * 4 if few else [DOMAIN] * 2)
     for number, part in enumerate(parts):
-        assert trained[number] == set(part.trained.tolist()), "all that it may see in one pass"
-        assert not trained[number] & {*part.tested.tolist(), *part.held.tolist()}
+        assert trained[number] == set(part.train_rows.tolist()), "all that it may see in one pass"
+        assert not trained[number] & {*part.test_rows.tolist(), *part.held_out_rows.tolist()}
 
 
 def test_a_run_stopped_between_two_of_them_goes_on_there(task, tmp_path, monkeypatch):
@@ -175,9 +175,9 @@ def test_every_method_sees_the_same_labeled_target_texts(task, monkeypatch):
     def prepared(self):
         prepare(self)
         for step in range(7):
-            batch = self.source_stream.rows(step)
-            own = set(batch[np.isin(batch, self.extra)].tolist())
-            seen.append((len(own), len(batch), own == set(self.target_labeled_stream.rows(step).tolist())))
+            batch = self.inputs.source_stream.rows(step)
+            own = set(batch[np.isin(batch, self.inputs.target_labeled_rows)].tolist())
+            seen.append((len(own), len(batch), own == set(self.inputs.target_labeled_stream.rows(step).tolist())))
 
     monkeypatch.setattr(Run, "prepare", prepared)
     mtem.adapt(**task, target_labeled=few_texts(30), method="source-only", left_out_models=0)

@@ -51,7 +51,7 @@ def trainer(model, *, steps=8, learning_rate=1e-3, method=None, lines=None, afte
     record = (lambda line: None) if lines is None else lines.append
     return Trainer(
         method, given, name="source", steps=steps, learning_rate=learning_rate, source=stream(model), target=None,
-        progress=Progress(quiet=True), record=record, after=after,
+        progress=Progress(quiet=True), record=record, after_step=after,
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_frozen_parameters_are_not_optimized(model):
 def test_the_rate_follows_its_schedule_in_every_group(model, schedule):
     seen = []
     made = trainer(model, schedule=schedule, warmup_ratio=0.25, layer_decay=0.5)
-    made.after = lambda done: seen.append(
+    made.after_step = lambda done: seen.append(
         (made.learning_rate(), [group["lr"] / group["factor"] for group in made.optimizer.param_groups])
     )
     made.run()
@@ -111,7 +111,7 @@ def test_the_rate_follows_its_schedule_in_every_group(model, schedule):
 def test_the_rate_of_assumption_2(model):
     seen = []
     made = trainer(model, steps=4, learning_rate=2.0, schedule="assumption-2", optimizer="sgd", max_grad_norm=1e-9)
-    made.after = lambda done: seen.append(made.learning_rate())
+    made.after_step = lambda done: seen.append(made.learning_rate())
     made.run()
     assert seen == pytest.approx([1.0, 1.0, 2 / 3, 0.5])
 
@@ -393,7 +393,7 @@ def test_rates_follow_frozen_layers_unless_given(encoder):
 # ---------------------------------------------------------------------- batches
 
 
-def test_extra_rows_make_up_their_share_of_every_batch(model):
+def test_extra_rows_make_up_their_texts_per_batch_every_batch(model):
     made = stream(model, extra=np.arange(36, 40), extra_share=0.25)
     for step in range(3 * made.per_epoch):
         rows = made.rows(step)

@@ -301,9 +301,9 @@ def test_few_labeled_target_texts_join_in(tiny, reviews, tmp_path, monkeypatch):
 
     def watched(self):
         original(self)
-        rows.extend(self.source_stream.rows(step) for step in range(self.source_stream.per_epoch))
-        self.few = set(self.extra.tolist())
-        rows.append(self.few)
+        stream = self.inputs.source_stream
+        rows.extend(stream.rows(step) for step in range(stream.per_epoch))
+        rows.append(set(self.inputs.target_labeled_rows.tolist()))
 
     monkeypatch.setattr(Run, "prepare", watched)
     record = adapt(tiny, target_labeled=str(few), target_labeled_share=0.3).record

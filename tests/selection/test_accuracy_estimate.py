@@ -10,7 +10,7 @@ from scipy.stats import beta
 
 from mtem.selection.accuracy_estimate import ONE_DOMAIN, _resample, _thresholded, estimate_accuracy
 from mtem.selection.calibration import calibrate, entropy, log_softmax
-from mtem.selection.diagnostics import warnings
+from mtem.selection.diagnostics import result_warnings
 from mtem.selection.left_out import DOMAIN, FOLD, LeftOut
 from tests.conftest import examples
 from tests.reference import selection as reference
@@ -135,7 +135,7 @@ def left_out(random, name="books", rows=2000, wrong=0.0, kind=DOMAIN):
 
 def error_of(one):
     """The literal reading: the same estimate for the texts that were left out, less how often their labels are right."""
-    return estimate_accuracy(one.held_logits, one.held_labels, one.logits).by_threshold - accuracy(one.logits, one.labels)
+    return estimate_accuracy(one.held_out_logits, one.held_out_labels, one.logits).by_threshold - accuracy(one.logits, one.labels)
 
 
 def test_errors_in_domains_that_were_left_out_widen_the_interval():
@@ -220,7 +220,7 @@ def test_models_without_a_domain_are_corrected_as_the_shipped_one_is():
     np.testing.assert_allclose(probs.mean(axis=0), shares, atol=1e-5)
     plain = left_out(np.random.default_rng(0))
     np.testing.assert_allclose(
-        one.logits - plain.logits, np.broadcast_to(one.held_logits[0] - plain.held_logits[0], one.logits.shape)
+        one.logits - plain.logits, np.broadcast_to(one.held_out_logits[0] - plain.held_out_logits[0], one.logits.shape)
     )
     assert plain.with_shares(None) is plain
 
@@ -310,26 +310,26 @@ def predicted(*counts):
 
 
 def test_nothing_to_warn_of():
-    assert warnings([0.5, 0.5], predicted(260, 240), predicted(240, 260), 500, ["neg", "pos"], held_out=50) == []
-    assert warnings([0.5, 0.5], None, predicted(100, 100), 200, ["neg", "pos"]) == []
+    assert result_warnings([0.5, 0.5], predicted(260, 240), predicted(240, 260), 500, ["neg", "pos"], held_out=50) == []
+    assert result_warnings([0.5, 0.5], None, predicted(100, 100), 200, ["neg", "pos"]) == []
 
 
 def test_collapse_into_one_class():
-    found = warnings([0.5, 0.5], predicted(300, 200), predicted(500, 0), 500, ["neg", "pos"])
+    found = result_warnings([0.5, 0.5], predicted(300, 200), predicted(500, 0), 500, ["neg", "pos"])
     assert len([line for line in found if "collapse" in line]) == 1
     assert "all 500" in found[0] and "'neg'" in found[0]
     assert not any("class shares" in line for line in found)
 
 
 def test_a_class_driven_out():
-    found = warnings([0.66, 0.34], predicted(400, 100), predicted(490, 10), 500, ["non-rumour", "rumour"])
+    found = result_warnings([0.66, 0.34], predicted(400, 100), predicted(490, 10), 500, ["non-rumour", "rumour"])
     collapse = next(line for line in found if "collapse" in line)
     assert all(piece in collapse for piece in ("'rumour'", "34.0%", "2.0%", "20.0% before"))
     # just above a tenth of its share is no collapse
-    mild = warnings([0.66, 0.34], predicted(400, 100), predicted(482, 18), 500, ["non-rumour", "rumour"])
+    mild = result_warnings([0.66, 0.34], predicted(400, 100), predicted(482, 18), 500, ["non-rumour", "rumour"])
     assert not any("collapse" in line for line in mild)
     # a class that was rare in the source may be missing
-    rare = warnings([0.97, 0.03], None, predicted(500, 0, 0)[:, :2], 500, ["a", "b"])
+    rare = result_warnings([0.97, 0.03], None, predicted(500, 0, 0)[:, :2], 500, ["a", "b"])
     assert [line for line in rare if "driven out" in line] == []
 
 
@@ -337,19 +337,19 @@ def test_many_classes_scale_the_share_that_counts():
     share = np.full(20, 0.05)
     share[0], share[1] = 0.07, 0.03
     counts = [0 if k == 1 else 50 for k in range(20)]
-    found = warnings(share, None, predicted(*counts), 950, [f"class {k}" for k in range(20)])
+    found = result_warnings(share, None, predicted(*counts), 950, [f"class {k}" for k in range(20)])
     assert len(found) == 1 and "'class 1'" in found[0] and "3.0%" in found[0]
 
 
 def test_shifted_shares():
-    found = warnings([0.5, 0.5], None, predicted(150, 350), 500, ["neg", "pos"])
+    found = result_warnings([0.5, 0.5], None, predicted(150, 350), 500, ["neg", "pos"])
     assert len(found) == 1
     assert all(piece in found[0] for piece in ("20.0%", "'neg' 50.0% -> 30.0%", "'pos' 50.0% -> 70.0%"))
-    assert warnings([0.5, 0.5], None, predicted(180, 320), 500, ["neg", "pos"]) == []
+    assert result_warnings([0.5, 0.5], None, predicted(180, 320), 500, ["neg", "pos"]) == []
     # forty texts in twenty classes are that uneven by chance
     random = np.random.default_rng(0)
     chance = np.eye(20)[random.integers(0, 20, 40)]
-    found = warnings(np.full(20, 0.05), None, chance, 500, [str(k) for k in range(20)])
+    found = result_warnings(np.full(20, 0.05), None, chance, 500, [str(k) for k in range(20)])
     assert not any("class shares" in line for line in found)
 
 
@@ -357,12 +357,12 @@ def test_drift():
     before = predicted(250, 250)
     moved = before.copy()
     moved[170:330] = moved[170:330][:, ::-1]
-    found = warnings([0.5, 0.5], before, moved, 500, ["neg", "pos"])
+    found = result_warnings([0.5, 0.5], before, moved, 500, ["neg", "pos"])
     assert len(found) == 1 and "drift" in found[0] and "32.0%" in found[0]
-    assert warnings([0.5, 0.5], before, np.roll(before, 75, axis=0), 500, ["neg", "pos"]) == []  # 30 % exactly
+    assert result_warnings([0.5, 0.5], before, np.roll(before, 75, axis=0), 500, ["neg", "pos"]) == []  # 30 % exactly
 
 
 def test_few_texts():
-    found = warnings([0.5, 0.5], None, predicted(100, 99), 199, ["neg", "pos"], held_out=49)
+    found = result_warnings([0.5, 0.5], None, predicted(100, 99), 199, ["neg", "pos"], held_out=49)
     assert len(found) == 2
     assert "199 target texts" in found[0] and "49 held-out source texts" in found[1]

@@ -57,12 +57,12 @@ def test_calibrate_at_the_edges():
     confident = calibrate(separated, labels)
     # 20 right texts attest a confidence of 1 - (1/21)/2, which is where the margin of 10 has to come to
     assert 1 / (1 + math.exp(-10 / confident)) == pytest.approx(1 - 1 / 42)
-    assert calibrate(1e4 * separated, labels) == calibration.HOTTEST
-    assert calibrate(1e-4 * separated, labels) == calibration.COLDEST
-    assert calibrate(separated, 1 - labels) == calibration.HOTTEST  # worse than chance: as flat as allowed
+    assert calibrate(1e4 * separated, labels) == calibration.HIGHEST_TEMPERATURE
+    assert calibrate(1e-4 * separated, labels) == calibration.LOWEST_TEMPERATURE
+    assert calibrate(separated, 1 - labels) == calibration.HIGHEST_TEMPERATURE  # worse than chance: as flat as allowed
     assert calibrate(np.ones((4, 3)), np.array([0, 1, 2, 0])) == 1.0
     one_class = calibrate(np.array([[2.0, 0.0], [1.0, 0.0], [-1.0, 0.0]]), np.zeros(3, dtype=int))
-    assert calibration.COLDEST <= one_class <= calibration.HOTTEST
+    assert calibration.LOWEST_TEMPERATURE <= one_class <= calibration.HIGHEST_TEMPERATURE
 
 
 @given(seed=seeds, factor=st.floats(0.5, 2.0))
@@ -365,9 +365,9 @@ def test_wrong_requests():
 
 def test_wrong_shapes_say_what_was_wanted():
     evidence, _ = synthetic(source=12, target=15)
-    with pytest.raises(ValueError, match=r"target_logits wants shape \(15, 3\), got \(15, 2\)"):
+    with pytest.raises(ValueError, match=r"target_logits: expected shape \(15, 3\), got \(15, 2\)"):
         replace(evidence, target_logits=np.zeros((15, 2)))
-    with pytest.raises(ValueError, match=r"target_features wants shape \[rows >= 1, columns\], got \(0, 3\)"):
+    with pytest.raises(ValueError, match=r"target_features: expected shape \[rows >= 1, columns\], got \(0, 3\)"):
         replace(evidence, target_features=np.zeros((0, 3)))
     with pytest.raises(ValueError, match="class numbers 0 to 2"):
         replace(evidence, source_labels=np.full(12, 3))

@@ -34,7 +34,7 @@ def test_the_estimate_finds_the_shares_though_the_scores_are_too_sharp(shares, s
     even = np.full(len(shares), 1 / len(shares))
     labels, source = draw(even, 3000, 1, sharpness=sharpness)
     _, target = draw(shares, 3000, 2, sharpness=sharpness)
-    np.testing.assert_allclose(priors.estimate(source, labels, target), shares, atol=0.04)
+    np.testing.assert_allclose(priors.estimate_shares(source, labels, target), shares, atol=0.04)
 
 
 def test_the_estimate_starts_from_the_sources_shares():
@@ -42,12 +42,12 @@ def test_the_estimate_starts_from_the_sources_shares():
     labels, source = draw((0.8, 0.2), 4000, 3)
     _, target = draw((0.5, 0.5), 4000, 4)
     lean = np.log([0.8, 0.2])
-    np.testing.assert_allclose(priors.estimate(source + lean, labels, target + lean), (0.5, 0.5), atol=0.04)
+    np.testing.assert_allclose(priors.estimate_shares(source + lean, labels, target + lean), (0.5, 0.5), atol=0.04)
 
 
 def test_calibration_recovers_temperature_and_bias():
     labels, scores = draw((0.5, 0.5), 5000, 5)
-    temperature, bias = priors.calibration(3.0 * (scores + np.array([0.7, -0.7])), labels)
+    temperature, bias = priors.fit_temperature_and_bias(3.0 * (scores + np.array([0.7, -0.7])), labels)
     assert temperature == pytest.approx(3.0, rel=0.15)
     np.testing.assert_allclose(bias, (-0.7, 0.7), atol=0.15)
 
@@ -72,21 +72,23 @@ def test_what_each_setting_assumes():
     share = np.array([0.7, 0.3])
     labels, source = draw(share, 2000, 6)
     _, target = draw((0.3, 0.7), 2000, 7)
-    evidence = (source + np.log(share), labels, target + np.log(share))
-    assert priors.assumed("none", share, evidence) is None
-    np.testing.assert_allclose(priors.assumed("uniform", share, evidence), (0.5, 0.5))
-    np.testing.assert_allclose(priors.assumed("source", share, evidence), share)
-    np.testing.assert_allclose(priors.assumed("estimated", share, evidence), (0.3, 0.7), atol=0.06)
-    assert priors.assumed("source", np.array([1.0, 0.0]), evidence).min() == pytest.approx(priors.LEAST / (1 + priors.LEAST))
+    outputs = (source + np.log(share), labels, target + np.log(share))
+    assert priors.assumed_shares("none", share, *outputs) is None
+    np.testing.assert_allclose(priors.assumed_shares("uniform", share, *outputs), (0.5, 0.5))
+    np.testing.assert_allclose(priors.assumed_shares("source", share, *outputs), share)
+    np.testing.assert_allclose(priors.assumed_shares("estimated", share, *outputs), (0.3, 0.7), atol=0.06)
+    assert priors.assumed_shares("source", np.array([1.0, 0.0]), *outputs).min() == pytest.approx(
+        priors.SMALLEST_SHARE / (1 + priors.SMALLEST_SHARE)
+    )
 
 
 def test_shares_of_the_labeled_target_texts():
     """Half a label more for each class: none is impossible because a few texts lack it."""
     nothing = (np.zeros((1, 3)), np.zeros(1, int), np.zeros((1, 3)))
     labels = np.array([0] * 60 + [1] * 40)
-    found = priors.assumed("labeled", np.array([0.1, 0.1, 0.8]), nothing, labels)
+    found = priors.assumed_shares("labeled", np.array([0.1, 0.1, 0.8]), *nothing, labels)
     np.testing.assert_allclose(found, priors.floored(np.array([60.5, 40.5, 0.5]) / 101.5))
-    assert found[2] == pytest.approx(priors.LEAST / (1 + priors.LEAST - 0.5 / 101.5), rel=1e-6)
+    assert found[2] == pytest.approx(priors.SMALLEST_SHARE / (1 + priors.SMALLEST_SHARE - 0.5 / 101.5), rel=1e-6)
 
 
 def test_a_run_with_the_shares_of_its_labeled_target_texts(task):

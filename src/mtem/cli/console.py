@@ -1,0 +1,73 @@
+"""What the commands share: the console, log messages on it, and options that several have."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from mtem.errors import RequestError
+from mtem.progress import Progress
+
+if TYPE_CHECKING:
+    from mtem.run.result import Adapted
+
+out = Console(soft_wrap=True, highlight=False)
+
+Column = Annotated[str | None, typer.Option(help="Name of the column; the usual names are found without it.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only warnings and the result.")]
+
+
+class _ProgressHandler(logging.Handler):
+    """Prints log messages above the progress bar: warnings always, other messages unless quiet."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.INFO)
+        self.progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        (self.progress.notice if record.levelno >= logging.WARNING else self.progress.say)(record.getMessage())
+
+
+@contextlib.contextmanager
+def logged_progress(quiet: bool = False) -> Iterator[Progress]:
+    """Show progress and the library's log messages on standard error."""
+    progress = Progress(quiet=quiet)
+    root, handler = logging.getLogger("mtem"), _ProgressHandler(progress)
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield progress
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+
+
+def parse_settings(given: list[str] | None) -> dict[str, Any]:
+    """Return the settings of ``--set KEY=VALUE`` options."""
+    values: dict[str, Any] = {}
+    for item in given or []:
+        name, equals, value = item.partition("=")
+        if not equals or not name.strip():
+            raise RequestError(f"--set {item}: expected KEY=VALUE, as in --set epochs=3")
+        values[name.strip().replace("-", "_")] = value.strip()
+    return values
+
+
+def load_run(run: Path, device: str) -> Adapted:
+    """Read a run and put its model on a device."""
+    from mtem.run.result import Adapted
+    from mtem.training.devices import find_device, find_precision
+
+    adapted = Adapted.load(run)
+    chosen = find_device(device)
+    adapted.model.to(chosen)
+    adapted.model.precision = find_precision("auto", chosen)
+    return adapted

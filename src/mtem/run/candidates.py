@@ -1,0 +1,115 @@
+"""Candidate weights of an adaptation: evaluated without target labels, the best one kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mtem import inference
+from mtem.methods.base import Method
+from mtem.models.base import Model
+from mtem.run.directory import RunDirectory
+from mtem.run.inputs import RunInputs
+from mtem.run.record import by_class, predicted_shares
+from mtem.selection import criteria
+from mtem.selection.criteria import CandidateOutputs
+from mtem.selection.priors import TargetPrior
+from mtem.training.settings import TrainingSettings
+from mtem.training.weights import clone, current, load
+
+DIVERGED = -1e9  # score of weights whose outputs are not finite; JSON has no infinity
+
+
+class Candidates:
+    """Evaluates weights during the adaptation and keeps the best.
+
+    Candidate 0 is the source model. About a tenth of the adaptation's cost is spent on evaluations.
+
+    Attributes
+    ----------
+    entries
+        One dict per candidate: step, score by the criterion, source-validation, infomax.
+    evaluation_steps
+        Steps after which a candidate is evaluated.
+    prior
+        Assumed class shares of the target.
+    """
+
+    def __init__(self, model: Model, inputs: RunInputs, settings: TrainingSettings, steps: int, directory: RunDirectory) -> None:
+        self.model, self.inputs, self.settings, self.directory = model, inputs, settings, directory
+        self.prior = TargetPrior()
+        self.entries: list[dict[str, Any]] = []
+        self._best: dict[str, Tensor] = {}
+        self._outputs: dict[int, CandidateOutputs] = {}  # of the source model and of the best candidate, by step
+        count = min(settings.evaluations, max(steps, 1))
+        self.evaluation_steps = {round(steps * (number + 1) / count) for number in range(count)} if steps else set()
+        affordable = max(200, int(1.4 * settings.batch_size * steps / count / 2))
+        most = min(settings.evaluation_texts, affordable)
+        draw = np.random.default_rng([settings.seed, 3])
+        # A prior correction is as good as its sample, which must not depend on how many steps a method takes.
+        sampled = most if settings.target_class_prior == "none" else settings.evaluation_texts
+        self.target_sample = np.sort(draw.permutation(len(inputs.target))[:sampled])
+        held_out = inputs.held_out_rows
+        self.evaluated_rows = held_out[np.sort(draw.permutation(len(held_out))[:most])]
+
+    @property
+    def chosen_step(self) -> int:
+        """The step of the best candidate so far."""
+        return int(self.entries[criteria.choose([entry["score"] for entry in self.entries])]["step"]) if self.entries else 0
+
+    def evaluate_candidate(self, method: Method, step: int) -> dict[str, Any]:
+        """Score the method's weights, keep them if they are the best so far, and return the line for the history.
+
+        The model has the evaluated weights when this returns; call `restore` afterwards.
+        """
+        weights = clone(method.weights())
+        self._previous = clone(current(self.model))
+        load(self.model, weights)
+        meta_loss = None
+        if self.settings.criterion == "meta":
+            rows = slice(self.settings.batch_size)
+            meta_loss = method.meta_loss(
+                self.inputs.source_stream.of(self.inputs.held_out_rows[rows]),
+                self.inputs.target_stream.of(self.target_sample[rows]),
+            )
+        outputs = self.outputs(self.evaluated_rows, meta_loss)
+        corrected = self.prior.corrected(outputs)
+        entry = {"step": step, "score": criteria.score(self.settings.criterion, corrected)}
+        entry |= {name: criteria.score(name, corrected) for name in ("source-validation", "infomax")}
+        entry = {name: value if np.isfinite(value) else DIVERGED for name, value in entry.items()}
+        self.entries.append(entry)
+        if step == 0:
+            self._outputs = {0: outputs}
+        elif self.chosen_step == step:
+            self._best = weights
+            self._outputs = {number: self._outputs[number] for number in self._outputs if number == 0} | {step: outputs}
+            self.directory.write_weights(f"best-{step}", weights)
+        shares = by_class(self.inputs.classes, predicted_shares(outputs.target_logits))
+        line = {"stage": "evaluation", **entry, "target_shares": shares}
+        if self.prior.shares is not None and outputs.finite:
+            line["bias"] = self.prior.bias(outputs.target_logits).tolist()
+        return line
+
+    def restore(self) -> None:
+        """Give the model back the weights it had before `evaluate_candidate`."""
+        load(self.model, self._previous)
+
+    def best_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the chosen step, from memory or from disk."""
+        return self._best or self.directory.read_weights(f"best-{self.chosen_step}")
+
+    def outputs(self, rows: np.ndarray, meta_loss: float | None = None) -> CandidateOutputs:
+        """Return what the model, as it is now, computes for labeled `rows` and the sample of the target."""
+        source = inference.compute_logits(self.model, self.inputs.source_stream.tokens, rows, features=True)
+        target = inference.compute_logits(self.model, self.inputs.target_stream.tokens, self.target_sample, features=True)
+        assert source.features is not None and target.features is not None
+        labels = self.inputs.labels[rows]
+        return CandidateOutputs(source.logits, labels, target.logits, source.features, target.features, meta_loss)
+
+    def final_outputs(self, step: int) -> CandidateOutputs:
+        """Return the outputs of the weights of `step`, which the model has now, on all held-out texts."""
+        known = self._outputs.get(step)  # not known after a resume
+        held_out = self.inputs.held_out_rows
+        return known if known is not None and len(self.evaluated_rows) == len(held_out) else self.outputs(held_out)

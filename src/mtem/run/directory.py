@@ -1,0 +1,230 @@
+"""The run directory: every path in it, and everything that is written there.
+
+::
+
+    run/model/                         a Hugging Face model directory with its card
+    run/run.json                       settings, versions, data, the choice of weights, estimates, warnings
+    run/history.jsonl                  one line per logged step
+    run/indexes.parquet                every target text with its entropy index, prediction and confidence
+    run/checkpoints/source.safetensors the weights before the adaptation
+    run/checkpoints/                   during the run: step-N/, best-N.safetensors, frozen-*.npy, left-out-N.safetensors
+
+Each file is written whole or not at all. ``run.json`` is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from mtem.atomic import disk_errors, read_json, replaced, write_json
+from mtem.errors import RequestError
+from mtem.models.base import Model
+from mtem.selection.left_out import LeftOut, from_tensors, to_tensors
+from mtem.tensors import read_tensors, write_tensors
+from mtem.training.checkpoints import Checkpoints
+
+ROWS_PER_GROUP = 50_000  # of indexes.parquet
+SOURCE = "source"  # name of the weights before the adaptation
+
+
+class RunDirectory:
+    """Paths, reads and writes of one run.
+
+    Parameters
+    ----------
+    path
+        The run directory. None: the result stays in memory, and only `workspace` is written to.
+    workspace
+        Folder for checkpoints and intermediate files; ``path / "checkpoints"`` by default.
+    """
+
+    def __init__(self, path: Path | None, workspace: Path | None = None) -> None:
+        if workspace is None:
+            if path is None:
+                raise ValueError("RunDirectory needs a path or a workspace")
+            workspace = path / "checkpoints"
+        self.path, self.workspace = path, workspace
+        self.checkpoints = Checkpoints(workspace)
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the run has an output folder."""
+        return self.path is not None
+
+    @property
+    def root(self) -> Path:
+        """The output folder."""
+        if self.path is None:
+            raise ValueError("this run has no output folder")
+        return self.path
+
+    @property
+    def record_path(self) -> Path:
+        """``run.json``."""
+        return self.root / "run.json"
+
+    @property
+    def history_path(self) -> Path:
+        """``history.jsonl``."""
+        return self.root / "history.jsonl"
+
+    @property
+    def indexes_path(self) -> Path:
+        """``indexes.parquet``."""
+        return self.root / "indexes.parquet"
+
+    @property
+    def model_path(self) -> Path:
+        """``model/``."""
+        return self.root / "model"
+
+    @property
+    def left_out_path(self) -> Path:
+        """Logits of the source models that were trained without one domain each."""
+        return self.workspace / "left-out.safetensors"
+
+    # ------------------------------------------------------------------ before a run
+
+    def check_available(self, resume: bool) -> None:
+        """Refuse a folder that holds something else; with `resume` it may hold the run to continue."""
+        path = self.root
+        if path.exists() and not path.is_dir():
+            raise RequestError(f"{path}: is a file; --output expects a folder")
+        occupied = path.is_dir() and any(path.iterdir())
+        if resume and not self.record_path.exists():
+            if occupied:
+                raise RequestError(f"{path}: holds no run to resume and is not empty; give another --output")
+            return
+        if occupied and not resume:
+            if self.record_path.exists():
+                raise RequestError(f"{path}: holds another run; give another --output, or --resume to continue an unfinished run")
+            raise RequestError(f"{path}: is not empty; give another --output")
+        if not path.exists():
+            parent = next(parent for parent in path.absolute().parents if parent.exists())
+            if not os.access(parent, os.W_OK):
+                raise RequestError(f"{path}: cannot be created, {parent} is not writable")
+
+    def start(self, *, fresh: bool) -> None:
+        """Create the folders; a fresh run begins a new history."""
+        if self.persistent:
+            self.workspace.mkdir(parents=True, exist_ok=True)
+            if fresh:
+                self.history_path.unlink(missing_ok=True)
+
+    def newest_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return tensors and record of the newest complete checkpoint, if there is one."""
+        return self.checkpoints.newest() if self.workspace.is_dir() else None
+
+    # ------------------------------------------------------------------ run.json and history.jsonl
+
+    def has_record(self) -> bool:
+        """Return whether ``run.json`` exists."""
+        return self.path is not None and self.record_path.is_file()
+
+    def read_record(self) -> dict[str, Any]:
+        """Return the contents of ``run.json``."""
+        record = read_json(self.record_path)
+        if not isinstance(record, dict):
+            raise RequestError(f"{self.record_path}: is not the record of a run; give the --output folder of 'mtem adapt'")
+        return record
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        """Write ``run.json``."""
+        if self.persistent:
+            write_json(self.record_path, record)
+
+    def append_history(self, line: Mapping[str, Any]) -> None:
+        """Add one line to ``history.jsonl``."""
+        if self.persistent:
+            with disk_errors(self.history_path), self.history_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def history_size(self) -> int:
+        """Return the bytes of ``history.jsonl``."""
+        return self.history_path.stat().st_size if self.history_path.exists() else 0
+
+    def truncate_history(self, size: int) -> None:
+        """Drop lines that were written after the checkpoint: they will be written again."""
+        if self.history_path.exists():
+            os.truncate(self.history_path, size)
+
+    # ------------------------------------------------------------------ weights and intermediate files
+
+    def weights_path(self, name: str) -> Path:
+        """Return the file of the weights called `name`."""
+        return self.workspace / f"{name}.safetensors"
+
+    def write_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        """Write weights, unless the run stays in memory."""
+        if self.persistent:
+            write_tensors(self.weights_path(name), dict(weights))
+
+    def read_weights(self, name: str) -> dict[str, Tensor]:
+        """Return the weights called `name`."""
+        return read_tensors(self.weights_path(name))
+
+    def keep_best(self, step: int) -> None:
+        """Remove the best weights of other steps than `step`."""
+        for path in self.workspace.glob("best-*.safetensors"):
+            if path.name != f"best-{step}.safetensors":
+                path.unlink()
+
+    def frozen_path(self, name: str) -> Path:
+        """Return the file for the output of the frozen layers."""
+        return self.workspace / f"frozen-{name}.npy"
+
+    def has_left_out_part(self, number: int) -> bool:
+        """Return whether the logits of left-out model `number` were written."""
+        return self.weights_path(f"left-out-{number}").exists()
+
+    def write_left_out_part(self, number: int, result: LeftOut) -> None:
+        """Write the logits of left-out model `number`."""
+        write_tensors(self.weights_path(f"left-out-{number}"), to_tensors([result]))
+
+    def read_left_out_part(self, number: int, kind: str, name: str) -> LeftOut:
+        """Return the logits of left-out model `number`."""
+        tensors = read_tensors(self.weights_path(f"left-out-{number}"))
+        return from_tensors(tensors, [{"kind": kind, "name": name}])[0]
+
+    def remove_intermediate(self) -> None:
+        """After a finished run, keep only the source model's weights and the left-out models' logits."""
+        self.checkpoints.clear()
+        for pattern in ("best-*.safetensors", "frozen-*.npy", "left-out-*.safetensors"):
+            for path in self.workspace.glob(pattern):
+                path.unlink()
+
+    # ------------------------------------------------------------------ the result
+
+    def write_model(self, model: Model, card: str) -> None:
+        """Write the model directory with its card."""
+        with replaced(self.model_path) as temporary:
+            temporary.mkdir()
+            model.save(temporary)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+
+    def write_indexes(self, table: pa.Table) -> None:
+        """Write ``indexes.parquet``."""
+        with replaced(self.indexes_path) as temporary:
+            pq.write_table(table, temporary, row_group_size=ROWS_PER_GROUP)
+
+    def read_indexes(self) -> pa.Table:
+        """Return ``indexes.parquet``."""
+        return pq.read_table(self.indexes_path)
+
+    def write_left_out(self, results: Sequence[LeftOut]) -> None:
+        """Write the logits of all left-out models."""
+        write_tensors(self.left_out_path, to_tensors(results))
+
+    def read_left_out(self, descriptions: Sequence[Mapping[str, Any]]) -> list[LeftOut]:
+        """Return the logits of all left-out models; empty if there are none."""
+        if not descriptions or not self.left_out_path.is_file():
+            return []
+        return from_tensors(read_tensors(self.left_out_path), descriptions)

@@ -1,0 +1,91 @@
+"""The texts of a run: which are trained on, which are held out, and their batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtem.data.corpus import Corpus
+from mtem.data.splits import hold_out
+from mtem.models.base import Model
+from mtem.progress import Progress
+from mtem.run.directory import RunDirectory
+from mtem.training.settings import TrainingSettings
+from mtem.training.streams import Stream, texts_per_batch
+
+FROZEN_LIMIT = 4 * 2**30  # bytes of frozen layers' output stored on disk for each corpus
+
+
+class RunInputs:
+    """Rows, labels and batches of one run.
+
+    Labeled target texts join the labeled set. All of them are trained on, so validation uses source texts alone.
+
+    Attributes
+    ----------
+    labeled
+        Source texts, followed by the labeled target texts.
+    labels
+        Class numbers of `labeled`.
+    train_rows, held_out_rows, target_labeled_rows
+        Rows of `labeled`: trained on (the target's among them), held out of the source, and those of the target.
+    class_shares
+        Share of each class among the labels that are trained on.
+    source_stream, target_stream, target_labeled_stream
+        Batches by step number, after `encode`. The last is None without labeled target texts.
+    """
+
+    source_stream: Stream
+    target_stream: Stream
+    target_labeled_stream: Stream | None
+
+    def __init__(
+        self, model: Model, settings: TrainingSettings, source: Corpus, target: Corpus, target_labeled: Corpus | None
+    ) -> None:
+        self.model, self.settings, self.target, self.classes = model, settings, target, source.classes
+        train, self.held_out_rows = hold_out(source, source.classes, settings.validation_share, settings.seed)
+        self.labeled = source if target_labeled is None else Corpus.concatenate([source, target_labeled])
+        self.labels = self.labeled.label_numbers(source.classes)
+        self.target_labeled_rows = np.arange(len(source), len(self.labeled))
+        self.train_rows = np.concatenate([train, self.target_labeled_rows])
+        self.domains, self.domain_numbers = source.domains, source.domain_numbers()
+        self.class_shares = np.bincount(self.labels[self.train_rows], minlength=len(self.classes)) / len(self.train_rows)
+
+    @property
+    def unit(self) -> str:
+        """What messages call the examples: texts or threads."""
+        return self.target.unit
+
+    @property
+    def target_labeled_labels(self) -> np.ndarray:
+        """Class numbers of the labeled target texts."""
+        return self.labels[self.target_labeled_rows]
+
+    def encode(self, directory: RunDirectory, progress: Progress) -> None:
+        """Tokenize both corpora, run the frozen layers if there are any, and make the batches."""
+        model, size, seed = self.model, self.settings.batch_size, self.settings.seed
+        labeled = self._encoded(self.labeled, "labeled", directory, progress)
+        target = self._encoded(self.target, "target", directory, progress)
+        share, rows = self.settings.target_labeled_share, self.target_labeled_rows
+        self.source_stream = Stream(
+            model, labeled, self.train_rows, self.labels, size, 2 * seed, extra=rows, extra_share=share or 0.0
+        )
+        self.target_stream = Stream(model, target, np.arange(len(self.target)), None, size, 2 * seed + 1)
+        self.target_labeled_stream = None
+        if len(rows):  # the same texts that the labeled batches have
+            often = share or len(rows) / len(self.train_rows)
+            self.target_labeled_stream = Stream(model, labeled, rows, self.labels, texts_per_batch(size, often), 2 * seed + 1)
+
+    def _encoded(self, corpus: Corpus, name: str, directory: RunDirectory, progress: Progress):  # type: ignore[no-untyped-def]
+        with progress.stage(f"tokens of the {name} {self.unit}", len(corpus)):
+            tokens = self.model.encode(corpus, progress=lambda done, _: progress.advance(done))
+        path = directory.frozen_path(name)
+        return self.model.keep_lower(tokens, path, progress, f"frozen layers, {name} {self.unit}", FROZEN_LIMIT)
+
+    def class_weights(self) -> Tensor | None:
+        """Return the weight of each class in the cross-entropy; None: all alike."""
+        if self.settings.class_weights == "none":
+            return None
+        weights = 1 / (len(self.classes) * np.maximum(self.class_shares, 1 / len(self.train_rows)))
+        return torch.tensor(weights, dtype=torch.float32, device=self.model.device)
