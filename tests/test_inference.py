@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel
 
 from mtem import inference
 from mtem.data.loading import load_corpus
-from mtem.data.threads import thread_of_row
+from mtem.data.threads import read
 from mtem.models import scoring
 from mtem.models.base import CosineHead
 from mtem.models.text import TextModel
@@ -46,7 +46,7 @@ def threads(count: int = 2):
         assert after == count
 
 
-def score(*arguments, count: int = 2, **named) -> inference.Scores:
+def score(*arguments, count: int = 2, **named) -> inference.Outputs:
     with threads(count):
         return inference.compute_logits(*arguments, **named)
 
@@ -134,7 +134,7 @@ def test_so_they_are_for_threads(tmp_path):
     model = TreeModel.create(CLASSES, [corpus], BigcnSettings())
     with torch.no_grad():
         model.head.weight.mul_(20)
-    check(model, model.encode_threads([thread_of_row(row, "here") for row in rows]))
+    check(model, model.encode_threads([read(row, "here")[0] for row in rows]))
 
 
 def test_half_precision_stays_half_precision(bert):

@@ -171,6 +171,7 @@ def evaluate(
     mtem evaluate run/ labeled.csv --compare
     """
     from mtem import inference, metrics
+    from mtem.cli.tables import print_metrics
     from mtem.data.loading import load_corpus
 
     adapted = _load(run, device)
@@ -199,7 +200,7 @@ def evaluate(
     for name, value in found.items():
         if compare:
             out.print(Text(f"{name} the adaptation", style="bold"))
-        metrics.render(value, out, corpus.unit)
+        print_metrics(value, out, corpus.unit)
 
 
 @app.command()
@@ -337,12 +338,9 @@ def prepare(
 
     mtem data prepare pheme --from PHEME_veracity.tar.bz2 --to pheme/
     """
-    from mtem.datasets import amazon, pheme
+    from mtem.datasets import registry
 
-    datasets = {"amazon": amazon.prepare, "pheme": pheme.prepare}
-    if dataset not in datasets:
-        raise RequestError(f"unknown data set '{dataset}': there are {' and '.join(datasets)}")
-    for line in datasets[dataset](from_, to):
+    for line in registry.get(dataset).prepare(from_, to):
         out.print(line, markup=False)
 
 

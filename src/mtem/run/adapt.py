@@ -148,9 +148,9 @@ def adapt(
 
 def say_what_was_read(corpus: Corpus, shape: type[Model], progress: Progress) -> None:
     """A line for each file, then what a person should know about them."""
-    for line in summary.lines(corpus):
+    for line in summary.describe_files(corpus):
         progress.say(line)
-    for line in (*corpus.notices, *summary.notices(corpus)):
+    for line in (*corpus.notices, *summary.warnings(corpus)):
         progress.notice(line)
     if shape.threads and not corpus.threaded:
         progress.notice(f"{corpus.name}: these are texts without replies, of which bigcn sees no more than the words")
