@@ -165,7 +165,7 @@ def predict_texts(model: Model, texts: Sequence[str | Mapping[str, Any] | Thread
     """
     if isinstance(texts, (str, Mapping, Thread)):
         got = "text" if isinstance(texts, str) else "thread"
-        raise RequestError(f"predict: expected a list of texts or threads, got one {got}; put it in a list")
+        raise RequestError(f"predict: expected a list of texts or threads, got one {got}: put it in a list")
     return _predict(model, [_example(item, position) for position, item in enumerate(texts)])
 
 
@@ -177,7 +177,7 @@ def _example(item: str | Mapping[str, Any] | Thread, position: int) -> str | Thr
     if isinstance(item, Mapping) and NODES in item:
         return threads.read(item, f"position {position}")[0]
     raise RequestError(
-        f"predict: expected texts or threads (dicts with {NODES!r}), got a {type(item).__name__} at position {position}"
+        f"predict: expected texts or threads (dicts with {NODES!r}), got {type(item).__name__} at position {position}"
     )
 
 
