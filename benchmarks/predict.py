@@ -245,12 +245,12 @@ def show_growth(rows: list[dict[str, Any]]) -> None:
 
 def read_texts(path: str, limit: int | None) -> list[str]:
     from mtem.data import readers
-    from mtem.data.loading import example_column
+    from mtem.data.records import find_file_columns
 
-    column, threaded = example_column(path)
-    if threaded:
+    columns = find_file_columns(path)
+    if columns.threaded:
         raise SystemExit(f"{path}: holds threads; the pipeline takes texts")
-    texts = [str(record[column]) for _, record in readers.read_rows(path) if record.get(column)]
+    texts = [str(record[columns.example]) for _, record in readers.read_rows(path) if record.get(columns.example)]
     return [text for text in texts if text.strip()][:limit]
 
 

@@ -193,7 +193,7 @@ def make_model(rows, **changes) -> TreeModel:
 
 
 def trees_of(rows) -> list[Thread]:
-    return load_corpus(rows, labeled=True).trees()
+    return load_corpus(rows, labeled=True).threads()
 
 
 def batch(model, rows, numbers=None):
@@ -503,7 +503,7 @@ def test_a_corpus_is_encoded_once(model, rows, tmp_path, monkeypatch):
     seen = []
     threads = model.encode(corpus, progress=lambda done, total: seen.append((done, total)))
     assert len(threads) == 700 and len(seen) > 3 and seen[-1] == (700, 700) and not threads.padded
-    whole = model.encode_threads(corpus.trees())
+    whole = model.encode_threads(corpus.threads())
     numbers = np.random.default_rng(0).permutation(700)[:50]
     for name, value in model.collate(whole, numbers).items():
         # an encoder's sums round otherwise in other batches, and are kept in float16

@@ -409,10 +409,10 @@ def test_test_texts_and_their_labels_never_reach_adapt(pheme, tmp_path, monkeypa
     )  # fmt: skip
     summary = runner.run(found, tmp_path, data=pheme, model="bigcn", device="cpu")
     assert not summary.failed, summary.failed
-    test = {tuple(tree.texts) for tree in search.Group(found[0], pheme, "bigcn", "cpu", tmp_path).test.trees()}
+    test = {tuple(tree.texts) for tree in search.Group(found[0], pheme, "bigcn", "cpu", tmp_path).test.threads()}
     for target, few, _ in seen:
         for corpus in (target, few):
-            assert corpus is None or not test & {tuple(tree.texts) for tree in corpus.trees()}
+            assert corpus is None or not test & {tuple(tree.texts) for tree in corpus.threads()}
         assert not target.labeled and (few is None or len(few) in (100, 112, 212))
     results = {(each["setting"], each["variant"]): each for each in results_of(tmp_path, found).values()}
     assert {key: each["texts"]["target_labeled"] for key, each in results.items()} == {

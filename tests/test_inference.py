@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModel
 
 from mtem import inference
 from mtem.data.loading import load_corpus
-from mtem.data.threads import thread_of_row
+from mtem.data.threads import read
+from mtem.errors import RequestError
 from mtem.models import scoring
 from mtem.models.base import CosineHead
 from mtem.models.text import TextModel
@@ -46,7 +47,7 @@ def threads(count: int = 2):
         assert after == count
 
 
-def score(*arguments, count: int = 2, **named) -> inference.Scores:
+def score(*arguments, count: int = 2, **named) -> inference.Outputs:
     with threads(count):
         return inference.compute_logits(*arguments, **named)
 
@@ -134,7 +135,7 @@ def test_so_they_are_for_threads(tmp_path):
     model = TreeModel.create(CLASSES, [corpus], BigcnSettings())
     with torch.no_grad():
         model.head.weight.mul_(20)
-    check(model, model.encode_threads([thread_of_row(row, "here") for row in rows]))
+    check(model, model.encode_threads([read(row, "here")[0] for row in rows]))
 
 
 def test_half_precision_stays_half_precision(bert):
@@ -274,3 +275,77 @@ def test_a_failure_in_a_thread_is_told(bert, monkeypatch):
     monkeypatch.setattr(TextModel, "collate", failing)
     with pytest.raises(RuntimeError, match="no memory"):
         score(bert, tokens)
+
+
+# ---------------------------------------------------------------------- texts and threads
+
+
+@pytest.fixture
+def bigcn(tmp_path):
+    rows = make_threads(20, 2, largest=6)
+    corpus = load_corpus(str(write_threads(tmp_path / "corpus.jsonl", rows)), labeled=True)
+    torch.manual_seed(1)
+    return TreeModel.create(CLASSES, [corpus], BigcnSettings(hidden=8))
+
+
+@pytest.mark.parametrize("name", ["bert", "bigcn"])
+def test_texts_are_encoded_as_texts_and_threads_as_threads(name, request, tmp_path, monkeypatch):
+    model = request.getfixturevalue(name)
+    rows = make_threads(5, 3)
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS[:5]))
+    write_threads(tmp_path / "threads.jsonl", rows)
+    calls = []
+
+    def record(name):
+        method = getattr(model, name)
+
+        def recorded(examples):
+            calls.append((name, examples))
+            return method(examples)
+
+        monkeypatch.setattr(model, name, recorded)
+
+    record("encode_texts")
+    record("encode_threads")
+    inference.predict_texts(model, TEXTS[:5])
+    assert calls[0] == ("encode_texts", TEXTS[:5])
+    calls.clear()
+    inference.predict_texts(model, rows)
+    assert calls[0] == ("encode_threads", [read(row, "here")[0] for row in rows])
+    for unit in ("texts", "threads"):
+        calls.clear()
+        inference.predict_file(model, tmp_path / f"{unit}.jsonl", tmp_path / "out.jsonl")
+        assert calls[0][0] == f"encode_{unit}"
+
+
+def test_texts_and_threads_in_one_list(bert, bigcn):
+    rows = make_threads(5, 3)
+    mixed = [TEXTS[0], rows[0], TEXTS[1], *rows[1:]]
+    for model in (bert, bigcn):
+        found = inference.predict_texts(model, mixed)
+        assert_near(found[[0, 2]], inference.predict_texts(model, TEXTS[:2]), dtype=torch.float32)
+        assert_near(found[[1, 3, 4, 5, 6]], inference.predict_texts(model, rows), dtype=torch.float32)
+    roots = [row["nodes"][0]["text"] for row in rows]
+    assert_near(inference.predict_texts(bert, rows), inference.predict_texts(bert, roots), dtype=torch.float32)
+
+
+def test_wrong_lists_are_refused(bert):
+    for given, words in (("a text", "got one text"), ({"nodes": []}, "got one thread"), (["fine", 7], "got int at position 1")):
+        with pytest.raises(RequestError, match=words):
+            inference.predict_texts(bert, given)
+
+
+def test_columns_are_not_overwritten(bert, tmp_path):
+    (tmp_path / "first.jsonl").write_text('{"text": "good1", "prediction": "x"}\n')
+    with pytest.raises(RequestError, match=r"first\.jsonl, column 'prediction': .* rename it"):
+        inference.predict_file(bert, tmp_path / "first.jsonl", tmp_path / "out.jsonl")
+    (tmp_path / "second.jsonl").write_text('{"text": "good1"}\n{"text": "good1", "confidence": 1}\n')
+    with pytest.raises(RequestError, match=r"second\.jsonl: row 2, column 'confidence': .* rename it"):
+        inference.predict_file(bert, tmp_path / "second.jsonl", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_probabilities_of_large_logits_are_finite():
+    found = inference.probabilities(np.array([[1e5, 0.0], [-1e5, -1e5 + 1]], np.float32))
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, [[1.0, 0.0], [1 / (1 + np.e), np.e / (1 + np.e)]], rtol=1e-12)

@@ -1,21 +1,13 @@
-import io
 import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from mtem.errors import RequestError
-from mtem.metrics import evaluate, render
+from mtem.metrics import evaluate
 from tests.conftest import examples
-
-
-def shown(metrics, width=80):
-    console = Console(file=io.StringIO(), width=width)
-    render(metrics, console)
-    return console.file.getvalue()
 
 
 def test_figures_by_hand():
@@ -73,7 +65,6 @@ def test_probabilities_add_log_loss_and_calibration_error():
     assert metrics.calibration_error == pytest.approx((3 * abs(2 / 3 - 0.9) + abs(1 - 0.7)) / 4)
     impossible = evaluate([0], [1], ["a", "b"], np.array([[0.0, 1.0]]))
     assert np.isfinite(impossible.log_loss)
-    assert "log loss" in shown(metrics)
     with pytest.raises(ValueError, match=r"\(2, 2\), got \(2, 3\)"):
         evaluate([0, 1], [0, 1], ["a", "b"], np.ones((2, 3)))
 
@@ -87,32 +78,3 @@ def test_wrong_requests():
         evaluate([], [], ["neg", "pos"])
     with pytest.raises(ValueError, match="2 labels but 1"):
         evaluate([0, 1], [0], ["neg", "pos"])
-
-
-def test_render_two_classes():
-    text = shown(evaluate([0] * 60 + [1] * 40, [0] * 50 + [1] * 50, ["negative", "positive"]))
-    lines = text.splitlines()
-    assert "0.9000" in lines[0] and "100 texts" in lines[0]
-    confusion = lines[next(i for i, line in enumerate(lines) if "rows true" in line) :]
-    assert confusion[1].split() == ["negative", "positive"]
-    assert [line.split() for line in confusion[2:4]] == [["negative", "50", "10"], ["positive", "·", "40"]]
-
-
-def test_render_stays_readable_with_many_long_names():
-    random = np.random.default_rng(0)
-    labels = random.integers(0, 20, 50_000)
-    names = [f"a rather long-winded name of class {k}" for k in range(19)] + ["[red]markup[/red]"]
-    predictions = np.where(random.random(50_000) < 0.8, labels, random.integers(0, 20, 50_000))
-    metrics = evaluate(labels, predictions, names)
-    text = shown(metrics, width=80)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "[red]markup[/red]" in text
-    blocks = text.split("rows true")[1]
-    for count in metrics.confusion.ravel():
-        assert str(count) in blocks.replace("…", "?")  # no number is cut off
-    assert "…" in text and blocks.count("20 [red]") >= 2  # the matrix goes on below
-    heads = [line.split() for line in blocks.splitlines() if line.split() and all(w.isdigit() for w in line.split())]
-    assert [int(head) for line in heads for head in line] == list(range(1, 21))
-    assert all(text.count(f"class {k} ") >= 2 for k in range(19))  # the tail that tells the names apart
-    wide = shown(metrics, width=220)
-    assert wide.count("20 [red]") == 1

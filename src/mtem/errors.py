@@ -1,13 +1,13 @@
-"""What can go wrong, by whose fault: the command line turns the first into exit code 2 and the second into 1."""
+"""Errors that a user sees, one line each; the command line turns them into exit codes."""
 
 
 class RequestError(ValueError):
-    """The request was wrong: the message says what, where, and what to do. One line."""
+    """The request was wrong (exit code 2); the message says what is wrong, where, and what to do."""
 
 
 class RunError(RuntimeError):
-    """The request was fine but the run could not be finished. One line."""
+    """The request was correct, but the run failed (exit code 1)."""
 
 
 class DiskFullError(RunError):
-    """There is no room for what is being written. How to go on depends on the command, which adds it."""
+    """The disk is full. Each command adds how to continue."""

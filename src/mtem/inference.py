@@ -1,4 +1,4 @@
-"""Prediction: over encoded corpora, and over files of any size in a stream that keeps every column."""
+"""Logits and predictions of many examples: of encoded corpora, of lists, and of files of any size."""
 
 from __future__ import annotations
 
@@ -6,69 +6,108 @@ import contextlib
 import itertools
 import os
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mtem.data import readers, writers
+from mtem.data import readers, records, threads
 from mtem.data.batching import sequential
-from mtem.data.loading import example_column, text_cell
-from mtem.data.threads import NODES, Thread, thread_of_row
+from mtem.data.threads import NODES, Thread
+from mtem.data.writers import Writer
 from mtem.errors import RequestError
+from mtem.models.base import Model
 from mtem.models.scoring import scorers
 from mtem.progress import Progress
 
+if TYPE_CHECKING:
+    from mtem.models.base import EncodedCorpus
+
 TOKENS_PER_BATCH = 8192
-TOKENS_PER_BATCH_CPU = 1024  # matrices are long enough, and what a layer works on stays in the caches
-MANY = 4  # batches per thread from which on a copy of the model for each thread pays
-ROWS_AT_ONCE = 4096  # rows held in memory while a file streams through
+TOKENS_PER_BATCH_CPU = 1024  # large enough for the matrix products, small enough for the processor's caches
+MANY = 4  # batches per thread from which a copy of the model for each thread is worth its cost
+ROWS_AT_ONCE = 4096  # rows of a file in memory at a time
 
 
 class Outputs(NamedTuple):
-    logits: np.ndarray  # [N, K] logits
-    features: np.ndarray | None  # [N, D] what the head sees
+    """The outputs of a model.
+
+    Attributes
+    ----------
+    logits : array of float32, shape (N, K)
+        One row per example.
+    features : array of float32, shape (N, D), or None
+        The inputs of the head; None if they were not requested.
+    """
+
+    logits: np.ndarray
+    features: np.ndarray | None
 
 
 def compute_logits(
-    model: Any, tokens: Any, rows: np.ndarray | None = None, *, features: bool = False, progress: Progress | None = None
+    model: Model,
+    encoded: EncodedCorpus,
+    rows: np.ndarray | None = None,
+    *,
+    features: bool = False,
+    progress: Progress | None = None,
 ) -> Outputs:
-    """Logits (and features) of the given rows, in their order, computed in batches of equal length."""
-    rows = np.arange(len(tokens)) if rows is None else np.asarray(rows)
+    """Compute logits, and optionally features, in evaluation mode.
+
+    Parameters
+    ----------
+    model : Model
+        Its mode (training or evaluation) is restored afterwards.
+    encoded : EncodedCorpus
+        The examples, as one of the model's `encode` methods returns them.
+    rows : array of int, optional
+        The examples to compute, in this order; by default all.
+    features : bool
+        Whether to return the features too.
+    progress : Progress, optional
+        Told the number of examples done.
+
+    Notes
+    -----
+    Batches hold examples of similar length. On the CPU, many batches are computed in parallel, one per thread; the result does
+    not depend on the number of threads.
+    """
+    rows = np.arange(len(encoded)) if rows is None else np.asarray(rows)
     on_cpu = model.device.type == "cpu"
     budget = TOKENS_PER_BATCH_CPU if on_cpu else TOKENS_PER_BATCH
-    batches = sequential(np.asarray(tokens.lengths)[rows], tokens_per_batch=budget)
+    batches = sequential(np.asarray(encoded.lengths)[rows], tokens_per_batch=budget)
 
-    @torch.no_grad()  # of the thread that computes
-    def compute(scorer: Any, batch: np.ndarray) -> list[np.ndarray]:
-        inputs = scorer.collate(tokens, rows[batch])
-        found = scorer.logits_and_features(inputs) if features else [scorer(inputs)]
-        return [values.cpu().numpy() for values in found]
+    @torch.no_grad()  # here, because gradients are switched off per thread
+    def compute(scorer: Model, batch: np.ndarray) -> list[np.ndarray]:
+        inputs = scorer.collate(encoded, rows[batch])
+        outputs = scorer.logits_and_features(inputs) if features else (scorer(inputs),)
+        return [values.cpu().numpy() for values in outputs]
 
-    many = on_cpu and len(batches) >= MANY * torch.get_num_threads()
-    logits: np.ndarray = np.zeros((len(rows), len(model.classes)), dtype=np.float32)
-    seen: np.ndarray | None = None
+    parallel = on_cpu and len(batches) >= MANY * torch.get_num_threads()
+    logits = np.zeros((len(rows), len(model.classes)), dtype=np.float32)
+    all_features: np.ndarray | None = None
     done = 0
-    with contextlib.closing((_side_by_side if many else _one_by_one)(model, compute, batches)) as results:
-        for batch, (found, *values) in zip(batches, results, strict=True):
-            logits[batch] = found
-            if values:
-                if seen is None:
-                    seen = np.zeros((len(rows), values[0].shape[1]), dtype=np.float32)
-                seen[batch] = values[0]
+    with contextlib.closing((_in_parallel if parallel else _one_by_one)(model, compute, batches)) as results:
+        for batch, (batch_logits, *batch_features) in zip(batches, results, strict=True):
+            logits[batch] = batch_logits
+            if batch_features:
+                if all_features is None:
+                    all_features = np.zeros((len(rows), batch_features[0].shape[1]), dtype=np.float32)
+                all_features[batch] = batch_features[0]
             done += len(batch)
             if progress:
                 progress.advance(done)
-    return Outputs(logits, seen)
+    return Outputs(logits, all_features)
 
 
-Compute = Callable[[Any, np.ndarray], list[np.ndarray]]
+_Compute = Callable[[Model, np.ndarray], list[np.ndarray]]
+_Results = Generator[list[np.ndarray], None, None]
 
 
-def _one_by_one(model: Any, compute: Compute, batches: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+def _one_by_one(model: Model, compute: _Compute, batches: Sequence[np.ndarray]) -> _Results:
     training = model.training
     model.eval()
     try:
@@ -78,13 +117,10 @@ def _one_by_one(model: Any, compute: Compute, batches: Sequence[np.ndarray]) -> 
         model.train(training)
 
 
-def _side_by_side(model: Any, compute: Compute, batches: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Every core on a batch of its own: all of them on one batch would wait for each other after every operation.
-
-    What a batch gives does not depend on the number of threads.
-    """
-    threads = torch.get_num_threads()
-    idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+def _in_parallel(model: Model, compute: _Compute, batches: Sequence[np.ndarray]) -> _Results:
+    """Compute one batch per core: if all cores shared a batch, they would wait for each other after every operation."""
+    count = torch.get_num_threads()
+    idle: queue.SimpleQueue[Model] = queue.SimpleQueue()
 
     def work(batch: np.ndarray) -> list[np.ndarray]:
         scorer = idle.get()
@@ -94,49 +130,86 @@ def _side_by_side(model: Any, compute: Compute, batches: Sequence[np.ndarray]) -
             idle.put(scorer)
 
     try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for scorer in pool.submit(scorers, model, threads).result():
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for scorer in pool.submit(scorers, model, count).result():
                 idle.put(scorer)
             yield from pool.map(work, batches)
     finally:
-        torch.set_num_threads(threads)  # a thread's own number is also that of the threads that come after it
+        torch.set_num_threads(count)  # a thread's setting also becomes that of threads created later
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Return the softmax of each row of logits, in float64."""
     return torch.softmax(torch.from_numpy(np.asarray(logits, dtype=np.float64)), dim=-1).numpy()
 
 
-def predict_texts(model: Any, texts: Sequence[str | Mapping[str, Any] | Thread]) -> np.ndarray:
-    """Class probabilities [N, K] of some texts or threads (dicts with "nodes").
+def predict_texts(model: Model, texts: Sequence[str | Mapping[str, Any] | Thread]) -> np.ndarray:
+    """Return class probabilities of some texts or threads.
 
-    A text is a thread without replies to a model of threads, and a thread is its root's text to a model of texts.
+    Parameters
+    ----------
+    model : Model
+        A model of texts reads the root of a thread; a model of threads reads a text as a thread without replies.
+    texts : sequence of str, dict or Thread
+        A dict is a thread and has the key "nodes".
+
+    Returns
+    -------
+    array of float64, shape (N, K)
+        Columns in the order of `model.classes`.
+
+    Raises
+    ------
+    RequestError
+        If an item is neither a text nor a thread.
     """
     if isinstance(texts, (str, Mapping, Thread)):
-        one = "text" if isinstance(texts, str) else "thread"
-        raise RequestError(f"predict wants a list of texts or threads, got one {one}: put it in a list")
-    return probabilities(
-        compute_logits(model, model.encode_threads([_tree(one, number) for number, one in enumerate(texts)])).logits
+        got = "text" if isinstance(texts, str) else "thread"
+        raise RequestError(f"predict: expected a list of texts or threads, got one {got}: put it in a list")
+    return _predict(model, [_example(item, position) for position, item in enumerate(texts)])
+
+
+def _example(item: str | Mapping[str, Any] | Thread, position: int) -> str | Thread:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, Thread):
+        item = {NODES: item}
+    if isinstance(item, Mapping) and NODES in item:
+        return threads.read(item, f"position {position}")[0]
+    raise RequestError(
+        f"predict: expected texts or threads (dicts with {NODES!r}), got {type(item).__name__} at position {position}"
     )
 
 
-def _tree(example: Any, number: int) -> Thread:
-    if isinstance(example, str):
-        return Thread([example], [-1])
-    if isinstance(example, Thread):
-        example = {NODES: example}
-    if isinstance(example, Mapping) and NODES in example:
-        return thread_of_row(example, f"position {number}")
-    raise RequestError(f"predict wants texts or threads (dicts with 'nodes'), got {type(example).__name__} at position {number}")
+def _predict(model: Model, examples: Sequence[str | Thread]) -> np.ndarray:
+    texts = [example for example in examples if isinstance(example, str)]
+    if len(texts) == len(examples):
+        encoded = model.encode_texts(texts)
+    else:  # all in one encoding, so that texts and threads share batches
+        encoded = model.encode_threads([Thread([one], [-1]) if isinstance(one, str) else one for one in examples])
+    return probabilities(compute_logits(model, encoded).logits)
 
 
 class Predicted(NamedTuple):
+    """A summary of a file of predictions.
+
+    Attributes
+    ----------
+    rows : int
+        Number of rows.
+    empty : int
+        Number of rows without a text, and therefore without a prediction.
+    counts : dict of str to int
+        Number of predictions of each class.
+    """
+
     rows: int
     empty: int
     counts: dict[str, int]
 
 
 def predict_file(
-    model: Any,
+    model: Model,
     path: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
@@ -144,56 +217,67 @@ def predict_file(
     all_probabilities: bool = False,
     progress: Progress | None = None,
 ) -> Predicted:
-    """Every row of `path` with `prediction` and `confidence` added, to `output`; memory does not grow with the file.
+    """Predict every row of a file; memory does not grow with the file.
 
-    Rows without a text are kept with empty predictions and counted. With `all_probabilities`, one column more per class.
+    Parameters
+    ----------
+    model : Model
+        As in `predict_texts`.
+    path : path
+        A table of texts or threads.
+    output : path
+        The same table with the columns "prediction" and "confidence" added. Rows without a text are kept, without prediction.
+    text_column : str, optional
+        Column of the texts; by default the usual names are searched for.
+    all_probabilities : bool
+        Whether to add a column "probability CLASS" for every class.
+    progress : Progress, optional
+        Told the number of rows done.
+
+    Raises
+    ------
+    RequestError
+        If a row cannot be read, or a column to add exists already.
     """
     path, output = Path(path), Path(output)
-    columns = readers.columns(path)
-    column, threaded = example_column(path, text_column)
+    existing = readers.columns(path)
+    columns = records.find_file_columns(path, text_column=text_column)
     added = ["prediction", "confidence", *([f"probability {name}" for name in model.classes] if all_probabilities else [])]
-    taken = [name for name in added if name in columns]
-    if taken:
-        raise _taken(path, taken[0])
+    if clash := next((name for name in added if name in existing), None):
+        raise _column_exists(str(path), clash)
     if output.resolve() == path.resolve():
-        raise RequestError(f"{output}: the predictions would overwrite their input: give another --output")
+        raise RequestError(f"{output}: the predictions would overwrite their input; give another --output")
     rows = empty = 0
     counts = dict.fromkeys(model.classes, 0)
-    with writers.Writer(output, columns=[*columns, *added]) as writer:
+    with Writer(output, columns=[*existing, *added]) as writer:
         for block in _blocks(readers.read_rows(path), ROWS_AT_ONCE):
-            records = [record for _, record in block]
-            for row, record in block:  # a JSON line may have columns that the first has not
+            for row, record in block:  # a JSON line may have keys that the first line has not
                 if clash := next((name for name in added if name in record), None):
-                    raise _taken(path, clash, f" row {row}:")
-            if threaded:
-                trees = [thread_of_row(record, f"{path}: row {row}") for row, record in block]
-            else:
-                named = text_column is not None
-                trees = [Thread([text_cell(record, column, f"{path}: row {row}", named=named)], [-1]) for row, record in block]
-            known = [number for number, tree in enumerate(trees) if not tree.blank]
-            found = predict_texts(model, [trees[number] for number in known]) if known else np.zeros((0, len(model.classes)))
-            given = dict(zip(known, found, strict=True))
-            for number, record in enumerate(records):
-                probs = given.get(number)
+                    raise _column_exists(f"{path}: row {row}", clash)
+            examples = [records.read_example(record, columns, f"{path}: row {row}")[0] for row, record in block]
+            filled = [number for number, example in enumerate(examples) if not records.is_blank(example)]
+            predicted = _predict(model, [examples[number] for number in filled]) if filled else np.zeros((0, len(model.classes)))
+            probabilities_of = dict(zip(filled, predicted, strict=True))
+            for number, (_, record) in enumerate(block):
                 values: list[Any] = [None] * len(added)
-                if probs is not None:
-                    best = int(probs.argmax())
+                if (row_probabilities := probabilities_of.get(number)) is not None:
+                    best = int(row_probabilities.argmax())
                     counts[model.classes[best]] += 1
-                    values = [model.classes[best], round(float(probs[best]), 6), *(round(float(p), 6) for p in probs)][
-                        : len(added)
-                    ]
+                    rounded = [round(float(value), 6) for value in row_probabilities]
+                    values = [model.classes[best], rounded[best], *rounded][: len(added)]
                 writer.write({**record, **dict(zip(added, values, strict=True))})
-            rows += len(records)
-            empty += len(records) - len(known)
+            rows += len(block)
+            empty += len(block) - len(filled)
             if progress:
                 progress.advance(rows)
     return Predicted(rows, empty, counts)
 
 
-def _taken(path: Path, column: str, row: str = "") -> RequestError:
-    return RequestError(f"{path}:{row} it has a column '{column}' already, which the predictions would overwrite: rename it")
+def _column_exists(where: str, column: str) -> RequestError:
+    return RequestError(f"{where}, column {column!r}: the predictions would overwrite this column; rename it")
 
 
-def _blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+def _blocks(items: Iterable[tuple[int, dict[str, Any]]], size: int) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    items = iter(items)
     while block := list(itertools.islice(items, size)):
         yield block

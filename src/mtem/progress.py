@@ -1,4 +1,4 @@
-"""What a person sees of long work: a bar with the figures that matter on a terminal, a few plain lines elsewhere."""
+"""Progress of long computations: a bar on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
 
 class _Bar(Bar):
-    """A bar with the figures on a line of their own: beside it a terminal of 80 columns has no room for them."""
+    """A bar with the figures on a separate line: 80 columns are too few for both."""
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -23,26 +23,33 @@ class _Bar(Bar):
 
 
 class Progress:
-    """Talks to a console (standard error by default). `quiet` silences all but notices.
+    """Report the progress of a computation on a console.
 
-    On a terminal each stage is a bar; elsewhere a line now and then, every ten seconds at most.
+    On a terminal each stage is a bar; elsewhere it is a line every ten seconds at most.
+
+    Parameters
+    ----------
+    console : rich.console.Console, optional
+        Standard error by default.
+    quiet : bool
+        Whether to print nothing but notices.
     """
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True)
         self.quiet = quiet
         self._bar: _Bar | None = None
-        self._task: int | None = None
+        self._task: TaskID | None = None
         self._stage, self._started, self._printed, self._tenth = "", 0.0, 0.0, 0
         self._total: int | None = None
 
     def say(self, text: str) -> None:
-        """One line of information."""
+        """Print one line of information."""
         if not self.quiet:
             self._line(text)
 
     def notice(self, text: str) -> None:
-        """One line the user should not miss."""
+        """Print one line that the user should not miss."""
         self._line(text, style="yellow")
 
     def _line(self, text: str, style: str = "") -> None:
@@ -50,7 +57,15 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str, total: int | None) -> Iterator[Progress]:
-        """Everything inside is one piece of work; `total` is None where its size is not known."""
+        """Report the block as one stage.
+
+        Parameters
+        ----------
+        name : str
+            Shown beside the bar.
+        total : int or None
+            Number of units of work, None if unknown.
+        """
         self._stage, self._total, self._started, self._tenth = name, total, time.monotonic(), 0
         if self.console.is_terminal and not self.quiet:
             columns = (
@@ -70,20 +85,23 @@ class Progress:
             yield self
 
     def advance(self, done: int, figures: Mapping[str, float] | None = None) -> None:
-        """`done` of the stage's total; figures are shown when given."""
+        """Report that `done` units of the stage are done, and optionally some figures."""
         text = "  ".join(f"{name} {_short(value)}" for name, value in (figures or {}).items())
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, **({"figures": text} if text else {}))
+        if self._bar is not None and self._task is not None:
+            if text:
+                self._bar.update(self._task, completed=done, figures=text)
+            else:
+                self._bar.update(self._task, completed=done)
         elif not self.quiet and self._due(done):
-            passed = time.monotonic() - self._started
+            elapsed = time.monotonic() - self._started
             if self._total is None:
-                self._line(f"{self._stage} {done}  {passed:.0f} s")
+                self._line(f"{self._stage} {done}  {elapsed:.0f} s")
                 return
-            left = passed / max(done, 1) * (self._total - done)
-            self._line(f"{self._stage} {done}/{self._total}  {passed:.0f} s, {left:.0f} s left  {text}".rstrip())
+            left = elapsed / max(done, 1) * (self._total - done)
+            self._line(f"{self._stage} {done}/{self._total}  {elapsed:.0f} s, {left:.0f} s left  {text}".rstrip())
 
     def _due(self, done: int) -> bool:
-        """A line every tenth of a stage, but not more often than every ten seconds; the last one for long stages only."""
+        """Return whether a line is due: every tenth of a stage, at most every ten seconds."""
         tenth, now = done * 10 // self._total if self._total else self._tenth + 1, time.monotonic()
         if tenth <= self._tenth or now - max(self._started, self._printed) < 10:
             return False

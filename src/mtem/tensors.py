@@ -1,4 +1,4 @@
-"""Tensors on disk: safetensors only, written whole or not at all, never pickled."""
+"""Tensors on disk, as safetensors files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from mtem.atomic import replaced
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors atomically."""
     with replaced(path) as temporary:
         save_tensors(temporary, tensors)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    return load_file(path)
+    """Read the tensors of a file, on the CPU."""
+    tensors: dict[str, Tensor] = load_file(path)
+    return tensors
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Copies: safetensors refuses tensors that share memory or are not contiguous."""
+    """Write tensors to a new file.
+
+    They are copied first, because safetensors refuses tensors that share memory or are not contiguous.
+    """
     save_file({name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}, path)

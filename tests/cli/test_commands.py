@@ -317,8 +317,8 @@ def test_a_bad_source_file(mtem, reviews, encoder, tmp_path, kind):
 
 
 def test_a_misspelt_target_is_no_text(mtem, reviews, encoder, tmp_path):
-    refused(mtem(*adapt_arguments(reviews, encoder, tmp_path / "run", **{"--target": "kitchen"})), "kitchen", "unknown kind")
-    refused(mtem(*adapt_arguments(reviews, encoder, tmp_path / "run", **{"--target-labeled": "few"})), "few", "unknown kind")
+    refused(mtem(*adapt_arguments(reviews, encoder, tmp_path / "run", **{"--target": "kitchen"})), "kitchen", "file format")
+    refused(mtem(*adapt_arguments(reviews, encoder, tmp_path / "run", **{"--target-labeled": "few"})), "few", "file format")
     assert not (tmp_path / "run").exists()
 
 

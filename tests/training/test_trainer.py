@@ -249,7 +249,7 @@ def ready(encoder, name, device="cpu", threads=False, **changes):
     if threads:
         corpus = load_corpus(make_threads(40, 1), labeled=True)
         model = TreeModel.create(("bad", "good"), [corpus], BigcnSettings(hidden=8))
-        tokens = model.encode_threads(corpus.trees())
+        tokens = model.encode_threads(corpus.threads())
         labels = np.arange(40) % 2
     else:
         rows = make_texts(40, 1)

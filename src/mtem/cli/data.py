@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from mtem.cli.console import out
-from mtem.errors import RequestError
 
 app = typer.Typer(help="Prepare data sets.", no_args_is_help=True, rich_markup_mode="markdown")
 
@@ -32,10 +31,7 @@ def prepare(
 
     mtem data prepare pheme --from PHEME_veracity.tar.bz2 --to pheme/
     """
-    from mtem.datasets import amazon, pheme
+    from mtem.datasets import registry
 
-    datasets = {"amazon": amazon.prepare, "pheme": pheme.prepare}
-    if dataset not in datasets:
-        raise RequestError(f"unknown data set '{dataset}': there are {' and '.join(datasets)}")
-    for line in datasets[dataset](from_, to):
+    for line in registry.get(dataset).prepare(from_, to):
         out.print(line, markup=False)

@@ -31,6 +31,7 @@ def evaluate(
     mtem evaluate run/ labeled.csv --compare
     """
     from mtem import inference, metrics
+    from mtem.cli.tables import print_metrics
     from mtem.data.loading import load_corpus
 
     adapted = load_run(run, device)
@@ -60,4 +61,4 @@ def evaluate(
     for name, result in results.items():
         if compare:
             out.print(Text(f"{name} the adaptation", style="bold"))
-        metrics.render(result, out, corpus.unit)
+        print_metrics(result, out, corpus.unit)

@@ -1,1 +1,1 @@
-"""Texts and threads: from files, frames and lists to batches of token numbers."""
+"""Texts and threads: from files, data frames and lists to batches of token ids."""

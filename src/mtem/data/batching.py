@@ -1,4 +1,4 @@
-"""Which texts form a batch. Texts of like length go together, so that little of a batch is padding."""
+"""Batches of texts of similar length, so that little of a batch is padding."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ from torch import Tensor
 
 
 class Batches:
-    """The batches of a training run: a pure function of the seed and the step, so a resumed run needs only the step.
+    """The batches of a training run, as a function of the step.
 
-    Every epoch is a new permutation of all rows, cut into pools of `bucket` batches; inside a pool the rows are sorted by
-    length (ties at random) and cut into batches; the batches of an epoch come in random order. Every row comes exactly once
-    an epoch. The last batch of an epoch may be smaller; a single row left over joins another batch.
+    The batch of a step depends only on the seed and the step, so that a resumed run needs no other state.
 
     Parameters
     ----------
-    lengths
+    lengths : array of int, shape (N,)
         The number of tokens of every row.
-    size
+    size : int
         Rows per batch.
-    seed
-        Of the permutations.
-    bucket
-        Batches per pool: more is less padding and less chance in what comes together.
+    seed : int
+        Seed of the permutations.
+    bucket : int
+        Batches per pool. A larger pool has less padding and less random batches.
+
+    Attributes
+    ----------
+    batches_per_epoch : int
+        Number of batches of an epoch.
+
+    Notes
+    -----
+    Every epoch is a new permutation of all rows, cut into pools of `bucket` batches. Inside a pool the rows are sorted by length
+    (ties in random order) and cut into batches; the batches of an epoch come in random order. Every row occurs exactly once in
+    an epoch. The last batch of an epoch may be smaller; a single remaining row joins another batch.
     """
 
-    def __init__(self, lengths: np.ndarray, size: int, seed: int, bucket: int = 50):
+    def __init__(self, lengths: np.ndarray, size: int, seed: int, bucket: int = 50) -> None:
         self.lengths = np.asarray(lengths)
         if len(self.lengths) == 0 or size < 1 or bucket < 1:
             raise ValueError(f"batches of {size} from {len(self.lengths)} rows in pools of {bucket}: all must be positive")
@@ -40,11 +49,11 @@ class Batches:
         self._order: list[np.ndarray] = []
 
     def __call__(self, step: int) -> np.ndarray:
-        """The rows of the batch of `step` (from 0)."""
-        epoch, place = divmod(step, self.batches_per_epoch)
+        """Return the rows of the batch of a step, counted from 0."""
+        epoch, position = divmod(step, self.batches_per_epoch)
         if epoch != self._epoch:
             self._order, self._epoch = self._make_epoch(epoch), epoch
-        return self._order[place]
+        return self._order[position]
 
     def _make_epoch(self, epoch: int) -> list[np.ndarray]:
         random = np.random.default_rng([self.seed, epoch])
@@ -60,9 +69,23 @@ class Batches:
 
 
 def sequential(lengths: np.ndarray, *, size: int | None = None, tokens_per_batch: int | None = 16384) -> list[np.ndarray]:
-    """Batches for inference: every row once, sorted by length, the longest first (if memory is short it shows at once).
+    """Return batches for inference: every row once, sorted by length.
 
-    A batch holds at most `size` rows and at most `tokens_per_batch` tokens with padding, but at least one row.
+    The longest rows come first, so that a lack of memory shows at once.
+
+    Parameters
+    ----------
+    lengths : array of int, shape (N,)
+        The number of tokens of every row.
+    size : int, optional
+        Most rows per batch.
+    tokens_per_batch : int, optional
+        Most tokens per batch, padding included; a batch has at least one row.
+
+    Returns
+    -------
+    list of array of int
+        The rows of each batch.
     """
     lengths = np.asarray(lengths)
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
@@ -80,7 +103,7 @@ def sequential(lengths: np.ndarray, *, size: int | None = None, tokens_per_batch
 
 
 def padding_share(lengths: np.ndarray, batches: Iterable[np.ndarray]) -> float:
-    """The share of padding among all tokens of padded batches."""
+    """Return the share of padding among all tokens of padded batches."""
     lengths = np.asarray(lengths)
     real = padded = 0
     for rows in batches:
@@ -90,12 +113,12 @@ def padding_share(lengths: np.ndarray, batches: Iterable[np.ndarray]) -> float:
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor there."""
+    """Return the array as a tensor on a device."""
     return send(torch.from_numpy(array), device)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there. From the CPU to a GPU it goes through pinned memory, and nobody waits until it has arrived."""
+    """Return the tensor on a device. From the CPU to a GPU the copy goes through pinned memory and is asynchronous."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

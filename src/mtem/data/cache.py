@@ -1,4 +1,4 @@
-"""Where prepared data is kept between runs: addressed by what it was made from, memory-mapped from there."""
+"""Cache of prepared data: files addressed by the content they were made from, read by memory mapping."""
 
 from __future__ import annotations
 
@@ -15,37 +15,50 @@ from mtem.errors import RequestError
 
 
 def cache_directory() -> Path:
-    """The folder for prepared data: $MTEM_CACHE, else $XDG_CACHE_HOME/mtem, else ~/.cache/mtem. It may not exist yet."""
-    if named := os.environ.get("MTEM_CACHE"):
-        return Path(named).expanduser()
+    """Return the cache folder: $MTEM_CACHE, else $XDG_CACHE_HOME/mtem, else ~/.cache/mtem. It may not exist yet."""
+    if chosen := os.environ.get("MTEM_CACHE"):
+        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path(os.path.expanduser("~/.cache"))) / "mtem"
 
 
-def cache_folder(kind: str, cache: str | Path | None = None) -> Path:
-    """The subfolder `kind` of the cache (of `cache` where given), made if need be."""
-    folder = (Path(cache) if cache is not None else cache_directory()) / kind
+def cache_folder(name: str, cache: str | Path | None = None) -> Path:
+    """Return a subfolder of the cache, created if it does not exist.
+
+    Parameters
+    ----------
+    name : str
+        Of the subfolder, such as "corpora" or "tokens".
+    cache : str or Path, optional
+        The cache; `cache_directory()` by default.
+
+    Raises
+    ------
+    RequestError
+        If the folder cannot be created or written to.
+    """
+    folder = (Path(cache) if cache is not None else cache_directory()) / name
     with disk_errors(folder):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
             raise RequestError(
-                f"{folder}: cannot be used as cache folder ({error.strerror}); set MTEM_CACHE to a folder you may write"
+                f"{folder}: cannot be used as the cache folder ({error.strerror}); set MTEM_CACHE to another folder"
             ) from None
         except OSError as error:
             if error.errno == errno.EROFS:
-                raise RequestError(f"{folder}: the cache folder is read-only; set MTEM_CACHE to a folder you may write") from None
+                raise RequestError(f"{folder}: the cache folder is read-only; set MTEM_CACHE to another folder") from None
             raise
     return folder
 
 
 def file_fingerprint(path: str | Path) -> str:
-    """The sha256 of a file's bytes, as hexadecimal digits, read in pieces."""
+    """Return the sha256 of a file as hexadecimal digits."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as stream:
-            while piece := stream.read(1 << 20):
-                digest.update(piece)
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
     except FileNotFoundError:
         raise RequestError(f"{path}: no such file; check the path") from None
     except IsADirectoryError:
@@ -56,7 +69,7 @@ def file_fingerprint(path: str | Path) -> str:
 
 
 def fingerprint_of(*parts: str | bytes) -> str:
-    """The sha256 of the parts one after the other, as hexadecimal digits."""
+    """Return the sha256 of a sequence of parts, each preceded by its length, as hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -67,20 +80,32 @@ def fingerprint_of(*parts: str | bytes) -> str:
 def stored_table(
     path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], metadata: dict[str, str] | None = None
 ) -> pa.Table:
-    """The table at `path`, memory-mapped; written first if it is not there. `metadata` is known after the last batch."""
-    if (table := _mapped(path)) is None:
+    """Return the table stored at `path`, memory-mapped; write it first if the file is missing or damaged.
+
+    Parameters
+    ----------
+    path : Path
+        An Arrow file.
+    schema : pyarrow.Schema
+        Of the batches.
+    batches : iterable of pyarrow.RecordBatch
+        Read only if the table has to be written.
+    metadata : dict, optional
+        Stored with the table. May be filled while the batches are read: it is written after the last one.
+    """
+    if (table := _read_mapped(path)) is None:
         with atomic_write(path) as stream, pa.ipc.new_file(stream, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
-            # The schema is written before the first record, so what all records told goes into a last, empty batch.
+            # The schema is written before the first record, so metadata about all of them goes into a last, empty batch.
             writer.write_batch(pa.record_batch([[] for _ in schema], schema=schema), custom_metadata=metadata or {"": ""})
-        table = _mapped(path)
+        table = _read_mapped(path)
         assert table is not None
     return table
 
 
-def _mapped(path: Path) -> pa.Table | None:
-    """A stored table, None if it is not there or damaged."""
+def _read_mapped(path: Path) -> pa.Table | None:
+    """Return a stored table, None if the file is missing or damaged."""
     try:
         with pa.memory_map(str(path)) as source:
             reader = pa.ipc.open_file(source)

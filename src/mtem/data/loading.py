@@ -1,43 +1,33 @@
-"""Corpora from whatever the user has the texts, or threads of them, in.
+"""Load a corpus from files, data frames, datasets or lists.
 
-Files are streamed once into an Arrow file in the cache, addressed by their content, and memory-mapped from there: a
-corpus of a million texts takes next to no memory and the second load next to no time.
+A file is streamed once into an Arrow file in the cache, addressed by its content, and memory-mapped from there: a corpus of a
+million texts takes little memory, and the second load little time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import numbers
-import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 import numpy as np
 import pyarrow as pa
 
-from mtem.data import readers, threads
+from mtem.data import formats, readers, records
 from mtem.data.cache import cache_folder, file_fingerprint, fingerprint_of, stored_table
-from mtem.data.corpus import Corpus, domain_column, label_name, listed
-from mtem.data.values import is_missing, text_of
+from mtem.data.corpus import Corpus, domain_column
+from mtem.data.records import Columns
+from mtem.data.threads import NODES, Repairs, Thread, dump
+from mtem.data.values import is_missing
 from mtem.errors import RequestError
 
-TEXT_COLUMNS = (
-    "text", "review", "sentence", "content", "body", "document", "tweet", "comment", "message", "review_body",
-    "review_text", "reviewtext", "reviews", "texts", "sentences", "post", "utterance", "abstract", "headline", "title",
-)  # fmt: skip
-LABEL_COLUMNS = (
-    "label", "labels", "class", "category", "sentiment", "target", "y", "label_text", "class_label", "polarity",
-    "rating", "stars", "intent", "topic",
-)  # fmt: skip
-
-_FORMAT = "3"  # part of every cache address: raise it when what is written changes
+_FORMAT = "3"  # part of every cache address; increase it when the stored contents change
 _BATCH_ROWS = 8192
 _BATCH_CHARACTERS = 1 << 25
-_POSTS = re.compile(r"\s*\[\s*\{")  # how JSON that spells a list of objects begins
 
 
 def load_corpus(
@@ -50,31 +40,46 @@ def load_corpus(
     name: str | None = None,
     cache: str | Path | None = None,
 ) -> Corpus:
-    """Texts, and their labels, from whatever they are in.
+    """Load texts or threads, and their labels.
 
     Parameters
     ----------
-    data
-        A path; a pandas DataFrame; a Hugging Face Dataset; a list of texts; a pair (texts, labels); a Corpus; a list of any
-        of these; or a dict that gives each a domain name. A string alone is a path; a list of strings are paths if they all
-        look like data files or one of them exists, else texts. A table with a column `nodes` of lists holds threads (see
-        `mtem.data.threads`); in lists a thread, as a dict with `nodes` and maybe `label` or as a Thread, stands where a text would.
-    labeled
-        Whether labels are wanted. If not, a label column is ignored and a notice says so.
-    text_column, label_column
-        Without them the usual names are looked for, whatever their case. A text column that is named makes texts of a table
-        of threads.
-    domain
-        Without it the name of the file, without its extensions.
-    name
-        What messages call data that is no file.
-    cache
-        The cache folder, `cache_directory()` without it.
+    data : path, DataFrame, Dataset, list, tuple, dict or Corpus
+        A path; a pandas DataFrame; a Hugging Face Dataset; a list of texts; a pair (texts, labels); a Corpus; a list of any of
+        these; or a dict from domain names to any of these. A string alone is a path. A list of strings is a list of paths if all
+        have the extension of a data file or one of them exists, otherwise a list of texts. A table whose column "nodes" holds
+        lists is a table of threads (see `mtem.data.threads`). A list may hold threads, as dicts with "nodes" and optionally a
+        label or as `Thread`, in place of texts.
+    labeled : bool
+        Whether labels are required. If not, a label column is ignored, with a notice.
+    text_column, label_column : str, optional
+        Columns of a table; by default the usual names are searched for, whatever their case. A text column given for a table of
+        threads makes it a table of texts.
+    domain : str, optional
+        Name of the domain; by default the name of the file without its extensions.
+    name : str, optional
+        Name in messages of data that is not a file.
+    cache : str or Path, optional
+        The cache folder; `cache_directory()` by default.
 
-    Rows are counted from 0 in lists and frames, and as `files.read_rows` does in files.
+    Returns
+    -------
+    Corpus
+        Row numbers count from 0 in lists and data frames, and as in `readers.read_rows` in files.
+
+    Raises
+    ------
+    RequestError
+        If the data cannot be read; the message names file, row and column.
     """
     request = _Request(labeled, text_column, label_column, domain, name, Path(cache) if cache is not None else None)
     return _load(data, request)
+
+
+class _ColumnChoice(TypedDict):
+    labeled: bool
+    text_column: str | None
+    label_column: str | None
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,16 @@ class _Request:
     name: str | None
     cache: Path | None
 
+    def columns(self) -> _ColumnChoice:
+        return {"labeled": self.labeled, "text_column": self.text_column, "label_column": self.label_column}
+
 
 def _load(data: Any, request: _Request) -> Corpus:
     if isinstance(data, Corpus):
         return _from_corpus(data, request)
     if isinstance(data, (str, Path)):
         return _from_file(data, request)
-    if isinstance(data, threads.Thread):
+    if isinstance(data, Thread):
         data = [data]
     if isinstance(data, Mapping):
         if not data:
@@ -108,7 +116,7 @@ def _load(data: Any, request: _Request) -> Corpus:
             return _from_list(texts, labels, request)
     items = _as_list(data)
     if items is None:
-        raise RequestError(f"cannot read texts from a {type(data).__name__}; give a path, a list of texts, or a data frame")
+        raise RequestError(f"expected data, got a {type(data).__name__}; give a path, a list of texts, or a data frame")
     if not items:
         raise RequestError(f"{request.name or 'data'}: is empty; give at least one file or text")
     strings = all(isinstance(item, str) for item in items)
@@ -124,8 +132,8 @@ def _as_list(data: Any) -> list[Any] | None:
 
 
 def _is_data(item: Any) -> bool:
-    """Whether an item of a list is data of its own; a pair of strings is not: more likely it is meant as (text, label)."""
-    if isinstance(item, tuple) and not isinstance(item, threads.Thread):
+    """Return whether an item of a list is itself data; a pair of strings is not: it is more likely a (text, label)."""
+    if isinstance(item, tuple) and not isinstance(item, Thread):
         return len(item) == 2 and not any(isinstance(part, str) for part in item)
     return isinstance(item, (Path, Corpus)) or (hasattr(item, "columns") and hasattr(item, "iloc")) or _is_dataset(item)
 
@@ -138,7 +146,7 @@ def _path_like(item: str) -> bool:
     if len(item) > 1000 or "\n" in item:
         return False
     try:
-        readers.kind_of(item)
+        formats.file_format(item)
     except RequestError:
         return False
     return True
@@ -158,51 +166,49 @@ def _from_corpus(corpus: Corpus, request: _Request) -> Corpus:
         notices = (*corpus.notices, f"{corpus.name}: the labels are ignored")
         corpus = replace(corpus.unlabeled(), notices=notices)
     if request.domain is not None:
-        place = corpus.table.column_names.index("domain")
+        position = corpus.table.column_names.index("domain")
         column = domain_column(request.domain, len(corpus))
         entries = tuple({**entry, "domain": request.domain} for entry in corpus.files)
-        corpus = replace(corpus, table=corpus.table.set_column(place, "domain", column), files=entries)
+        corpus = replace(corpus, table=corpus.table.set_column(position, "domain", column), files=entries)
     return corpus
 
 
 def _from_file(path: str | Path, request: _Request) -> Corpus:
-    readers.kind_of(path)
+    formats.file_format(path)
     sha256 = file_fingerprint(path)
-    columns = _columns(
-        str(path), readers.columns(path), request, lambda: (record.get(threads.NODES) for _, record in readers.read_rows(path))
-    )
+    columns = records.find_file_columns(path, **request.columns())
     address = fingerprint_of(_FORMAT, sha256, columns.example, columns.label or "", str(request.labeled))
     stored = cache_folder("corpora", request.cache) / f"{address}.arrow"
     reading = _Reading(str(path), columns, request)
     table = stored_table(stored, reading.schema, reading.batches(readers.read_rows(path)), reading.metadata)
     name = Path(path).name
-    return _corpus(table, reading, request, name=name, domain=readers.bare_name(path), path=str(path), sha256=sha256)
+    return _corpus(table, reading, request, name=name, domain=formats.bare_name(path), path=str(path), sha256=sha256)
 
 
 def _from_dataset(data: Any, request: _Request) -> Corpus:
     name = request.name or "dataset"
     names = list(data.column_names or data.features or [])
-    columns = _columns(name, names, request, lambda: _nodes(data))
-    wanted = columns.wanted(names)
+    columns = records.find_columns(names, lambda: _nodes(data), name, **request.columns())
+    used = columns.used(names)
     label = columns.label
     classes = getattr((data.features or {}).get(label), "names", None) if label else None
 
     def rows() -> Iterator[tuple[int, dict[str, Any]]]:
         row = 0
-        for batch in data.select_columns(wanted).iter(batch_size=1000):
-            for values in zip(*(batch[column] for column in wanted), strict=True):
-                record = dict(zip(wanted, values, strict=True))
-                if classes and isinstance(record[label], numbers.Integral):
-                    # Datasets write -1 where the class is unknown.
+        for batch in data.select_columns(used).iter(batch_size=1000):
+            for values in zip(*(batch[column] for column in used), strict=True):
+                record = dict(zip(used, values, strict=True))
+                if label and classes and isinstance(record[label], numbers.Integral):
+                    # Datasets use -1 for an unknown class.
                     number = int(record[label])
                     record[label] = classes[number] if 0 <= number < len(classes) else None
                 yield row, record
                 row += 1
 
     reading = _Reading(name, columns, request)
-    known = getattr(data, "_fingerprint", None)
-    if known:
-        address = fingerprint_of(_FORMAT, "dataset", str(known), *wanted, str(request.labeled), *(classes or []))
+    fingerprint = getattr(data, "_fingerprint", None)
+    if fingerprint:
+        address = fingerprint_of(_FORMAT, "dataset", str(fingerprint), *used, str(request.labeled), *(classes or []))
         stored = cache_folder("corpora", request.cache) / f"{address}.arrow"
         table = stored_table(stored, reading.schema, reading.batches(rows()), reading.metadata)
     else:
@@ -211,24 +217,24 @@ def _from_dataset(data: Any, request: _Request) -> Corpus:
 
 
 def _nodes(data: Any) -> Iterator[Any]:
-    for batch in data.select_columns([threads.NODES]).iter(batch_size=1):
-        yield from batch[threads.NODES]
+    for batch in data.select_columns([NODES]).iter(batch_size=1):
+        yield from batch[NODES]
 
 
 def _from_frame(data: Any, request: _Request) -> Corpus:
     name = request.name or "data frame"
-    places = {str(column): place for place, column in enumerate(data.columns)}
-    columns = _columns(name, list(places), request, lambda: data.iloc[:1, places[threads.NODES]].tolist())
-    chosen = columns.wanted(places)
-    values = [data.iloc[:, places[column]].tolist() for column in chosen]
-    rows = ((row, dict(zip(chosen, cells, strict=True))) for row, cells in enumerate(zip(*values, strict=True)))
+    positions = {str(column): position for position, column in enumerate(data.columns)}
+    columns = records.find_columns(positions, lambda: data.iloc[:1, positions[NODES]].tolist(), name, **request.columns())
+    used = columns.used(positions)
+    values = [data.iloc[:, positions[column]].tolist() for column in used]
+    rows = ((row, dict(zip(used, cells, strict=True))) for row, cells in enumerate(zip(*values, strict=True)))
     reading = _Reading(name, columns, request)
     return _corpus(reading.in_memory(rows), reading, request, name=name, domain=name)
 
 
 def _from_list(items: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
     first = items[0] if items else None
-    if isinstance(first, threads.Thread) or (isinstance(first, Mapping) and threads.NODES in first):
+    if isinstance(first, Thread) or (isinstance(first, Mapping) and NODES in first):
         return _from_threads(items, labels, request)
     return _from_texts(items, labels, request)
 
@@ -237,126 +243,43 @@ def _from_threads(items: list[Any], labels: list[Any] | None, request: _Request)
     name = request.name or "threads"
     if labels is not None and len(labels) != len(items):
         raise RequestError(f"{name}: {len(items)} threads but {len(labels)} labels; give one label per thread")
-    records: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for row, thread in enumerate(items):
-        if not isinstance(thread, (threads.Thread, Mapping)):
-            raise RequestError(f"{name}: row {row}: is a {type(thread).__name__} and row 0 a thread; give threads alone")
-        record = {threads.NODES: thread} if isinstance(thread, threads.Thread) else dict(thread)
-        records.append(record if labels is None else {**record, "label": labels[row]})
-    named = request.label_column if labels is None else "label"
-    label = find_column(records[0], "label", named, name, needed=request.labeled, taken=threads.NODES)
-    columns = _Columns(threads.NODES, label, threaded=True)
-    reading = _Reading(name, columns, request)
-    return _corpus(reading.in_memory(enumerate(records)), reading, request, name=name, domain=name)
+        if not isinstance(thread, (Thread, Mapping)):
+            raise RequestError(f"{name}: row {row}: expected a thread as in row 0, got a {type(thread).__name__}")
+        record = {NODES: thread} if isinstance(thread, Thread) else dict(thread)
+        rows.append(record if labels is None else {**record, "label": labels[row]})
+    chosen = request.label_column if labels is None else "label"
+    label = records.find_column(rows[0], "label", chosen, name, required=request.labeled, exclude=NODES)
+    reading = _Reading(name, Columns(NODES, label, threaded=True), request)
+    return _corpus(reading.in_memory(enumerate(rows)), reading, request, name=name, domain=name)
 
 
 def _from_texts(texts: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
     name = request.name or "texts"
     if labels is None and request.labeled:
-        raise RequestError(f"{name}: labels are wanted and these are texts alone; give a pair (texts, labels)")
+        raise RequestError(f"{name}: expected labels, got only texts; give a pair (texts, labels)")
     if labels is not None and len(labels) != len(texts):
         raise RequestError(f"{name}: {len(texts)} texts but {len(labels)} labels; give one label per text")
     names = ["text"] if labels is None else ["text", "label"]
     cells = [texts] if labels is None else [texts, labels]
     rows = ((row, dict(zip(names, values, strict=True))) for row, values in enumerate(zip(*cells, strict=True)))
-    reading = _Reading(name, _Columns("text", None if labels is None else "label"), request)
+    reading = _Reading(name, Columns("text", None if labels is None else "label"), request)
     return _corpus(reading.in_memory(rows), reading, request, name=name, domain=name)
 
 
-def find_column(
-    columns: Iterable[str], kind: str, named: str | None, name: str, *, needed: bool = True, taken: str | None = None
-) -> str | None:
-    """The column that holds the `kind` ("text" or "label"): `named` where given, else the first of the usual names.
-
-    Case does not matter. Where there is none: a RequestError that lists the columns of `name`, or None if not `needed`.
-    The column `taken` is not considered.
-    """
-    columns = list(columns)
-    there = {column.strip().casefold(): column for column in reversed(columns) if column != taken}
-    if named is not None:
-        if named in columns:
-            return named
-        if named.strip().casefold() in there:
-            return there[named.strip().casefold()]
-        missing = f"no column {named!r}"
-    else:
-        for usual in {"text": TEXT_COLUMNS, "label": LABEL_COLUMNS}[kind]:
-            if usual in there:
-                return there[usual]
-        missing = f"no {kind} column found"
-    if needed:
-        if len(columns) == 1 and (mark := next((mark for mark in ";\t|" if mark in columns[0]), None)):
-            raise RequestError(
-                f"{name}: {missing}; the header is one column {columns[0]!r}: is {mark!r} the separator? Use commas"
-            )
-        raise RequestError(f"{name}: {missing}; the columns are {listed(columns)}: name one with --{kind}-column")
-    return None
-
-
-def example_column(path: str | Path, text_column: str | None = None) -> tuple[str, bool]:
-    """The column of a file that holds the texts, or the posts of threads; and whether it is these."""
-    request = _Request(False, text_column, None, None, None, None)
-    rows = (record.get(threads.NODES) for _, record in readers.read_rows(path))
-    columns = _columns(str(path), readers.columns(path), request, lambda: rows)
-    return columns.example, columns.threaded
-
-
-def text_cell(record: Mapping[str, Any], column: str, where: str, *, named: bool) -> str:
-    """The text in a row's `column`, "" where there is none; RequestError for what is no text. `named`: the user named it."""
-    if not named and isinstance(record.get(threads.NODES), list):
-        raise RequestError(
-            f"{where}: is a thread (it has {threads.NODES!r}) and the first row is a text; "
-            "put threads and texts into files of their own, or name the column to read with --text-column"
-        )
-    value = record.get(column)
-    try:
-        return text_of(value)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{where}, column {column!r}: byte 0x{value[error.start]:02X} is not UTF-8") from None
-    except TypeError as error:
-        raise RequestError(f"{where}, column {column!r}: {error}; name another column with --text-column") from None
-
-
-class _Columns(NamedTuple):
-    example: str  # what holds the text, or the posts of the thread
-    label: str | None
-    threaded: bool = False
-
-    def wanted(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that matter."""
-        matter = (self.example, self.label, "id" if self.threaded else None)
-        return [name for name in dict.fromkeys(matter) if name in names]
-
-
-def _columns(name: str, columns: list[str], request: _Request, nodes: Callable[[], Iterable[Any]]) -> _Columns:
-    """Which columns to read; the label column may be absent if labels are not wanted.
-
-    Where no text column is named and a column `nodes` begins with a list (or with JSON that spells one of objects), threads
-    are meant. `nodes` gives what is in that column.
-    """
-    if request.text_column in (None, threads.NODES) and threads.NODES in columns:
-        for value in itertools.islice(nodes(), 1):
-            if _POSTS.match(value) if isinstance(value, str) else isinstance(value, (list, tuple, np.ndarray)):
-                label = find_column(columns, "label", request.label_column, name, needed=request.labeled, taken=threads.NODES)
-                return _Columns(threads.NODES, label, threaded=True)
-    text = find_column(columns, "text", request.text_column, name, taken=request.label_column)
-    assert text is not None
-    return _Columns(text, find_column(columns, "label", request.label_column, name, needed=request.labeled, taken=text))
-
-
 class _Reading:
-    """Records on their way into a table: cleaned, checked, counted."""
+    """Turn records into a table: clean, check and count them."""
 
-    def __init__(self, name: str, columns: _Columns, request: _Request):
+    def __init__(self, name: str, columns: Columns, request: _Request) -> None:
         self.name = name
         self.columns = columns
         self.labeled = request.labeled
-        self.text_named = request.text_column is not None
-        self.repairs = threads.Repairs()
-        self._threads: dict[int, int] = {}
-        long = ["text", "tree"] if columns.threaded else ["text"]
+        self.repairs = Repairs()
+        self._thread_rows: dict[int, int] = {}  # digest of a thread's id -> row
+        strings = ["text", "tree"] if columns.threaded else ["text"]
         label = [("label", pa.string())] if self.labeled else []
-        self.schema = pa.schema([*((column, pa.large_string()) for column in long), *label, ("row", pa.int64())])
+        self.schema = pa.schema([*((column, pa.large_string()) for column in strings), *label, ("row", pa.int64())])
         self.metadata: dict[str, str] = {}
 
     def in_memory(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> pa.Table:
@@ -366,9 +289,9 @@ class _Reading:
     def batches(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[pa.RecordBatch]:
         cells: dict[str, list[Any]] = {column: [] for column in self.schema.names}
         characters = read = empty = first_empty = 0
-        # Eight bytes of digest per text, and a number per label, find the repeats of a million texts in a few megabytes.
-        digests, places, codes = array("Q"), array("q"), array("i")
-        numbers_of: dict[str, int] = {}
+        # Eight bytes of digest per text, and a number per label: the repeats among a million texts take a few megabytes.
+        digests, kept_rows, codes = array("Q"), array("q"), array("i")
+        label_codes: dict[str, int] = {}
         texts_sha, labels_sha = hashlib.sha256(), hashlib.sha256()
 
         def batch() -> pa.RecordBatch:
@@ -376,41 +299,41 @@ class _Reading:
 
         for row, record in rows:
             read += 1
-            text, tree = self._thread(row, record) if self.columns.threaded else (self._text(row, record), "")
-            if not text and not tree:
+            text, thread = self._read(row, record)
+            if not text and not thread:
                 empty += 1
                 first_empty = row if empty == 1 else first_empty
                 continue
-            label = self._label(row, record.get(self.columns.label)) if self.labeled else ""
-            # A thread is found again by its root; one whose root has no text, as a whole.
-            digests.append(_digest(text.strip() or tree))
-            places.append(row)
-            encoded = (tree or text).encode()
+            label = self._label(row, record)
+            # Threads are repeats if their roots are; without a text in the root, if the whole threads are.
+            digests.append(_digest(text.strip() or thread))
+            kept_rows.append(row)
+            encoded = (thread or text).encode()
             texts_sha.update(len(encoded).to_bytes(8, "little") + encoded)
             if self.labeled:
-                codes.append(numbers_of.setdefault(label, len(numbers_of)))
+                codes.append(label_codes.setdefault(label, len(label_codes)))
                 labels_sha.update(label.encode() + b"\0")
-            values = {"text": text, "tree": tree, "label": label, "row": row}
+            values = {"text": text, "tree": thread, "label": label, "row": row}
             for column, column_cells in cells.items():
                 column_cells.append(values[column])
-            characters += len(text) + len(tree)
+            characters += len(text) + len(thread)
             if len(cells["row"]) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
                 yield batch()
                 cells, characters = {column: [] for column in cells}, 0
         if cells["row"]:
             yield batch()
-        what, column = ("thread", "") if self.columns.threaded else ("text", f", column {self.columns.example!r}")
+        unit, column = ("thread", "") if self.columns.threaded else ("text", f", column {self.columns.example!r}")
         if not read:
-            raise RequestError(f"{self.name}: holds no rows; give at least one {what}")
+            raise RequestError(f"{self.name}: has no rows; give at least one {unit}")
         if read == empty:
             advice = "the posts need a 'text'" if self.columns.threaded else "name another column with --text-column"
-            raise RequestError(f"{self.name}: row {first_empty}{column}: all {read} {what}s are empty; {advice}")
+            raise RequestError(f"{self.name}: row {first_empty}{column}: all {read} {unit}s are empty; {advice}")
         notices = []
         if empty:
-            notices.append(f"{_count(empty, f'empty {what}')} dropped (first: row {first_empty}{column})")
-        notices += self.repairs.notices(inside=self.name)
-        what = "repeated root text" if self.columns.threaded else "repeated text"
-        notices += _repeats(np.frombuffer(digests, np.uint64), np.frombuffer(places, np.int64), codes, what)
+            notices.append(f"{_count(empty, f'empty {unit}')} dropped (first: row {first_empty}{column})")
+        notices += self.repairs.notices(file=self.name)
+        repeated = "repeated root text" if self.columns.threaded else "repeated text"
+        notices += _repeats(np.frombuffer(digests, np.uint64), np.frombuffer(kept_rows, np.int64), codes, repeated)
         if self.columns.label is not None and not self.labeled:
             notices.append(f"column {self.columns.label!r} is ignored: this data is used without labels")
         self.metadata.update(
@@ -420,38 +343,32 @@ class _Reading:
             fingerprint=fingerprint_of(texts_sha.hexdigest(), labels_sha.hexdigest() if self.labeled else ""),
         )
 
-    def _thread(self, row: int, record: dict[str, Any]) -> tuple[str, str]:
-        """The root's text and the tree, both "" if the thread has no text."""
-        tree, repairs = threads.read(record, f"{self.name}: row {row}")
-        if not is_missing(record.get("id")):
-            earlier = self._threads.setdefault(_digest(str(record["id"])), row)
-            if earlier != row:
-                raise RequestError(
-                    f"{self.name}: row {row}, thread {str(record['id'])!r}: row {earlier} is a thread of that id already; "
-                    "remove one of them"
-                )
-        if tree.blank:
+    def _read(self, row: int, record: dict[str, Any]) -> tuple[str, str]:
+        """Return the text (of a thread: its root's) and the thread as `dump` writes it; both "" if there is no text."""
+        example, repairs = records.read_example(record, self.columns, f"{self.name}: row {row}")
+        if isinstance(example, str):
+            return example, ""
+        self._check_id(row, record.get("id"))
+        if example.blank:
             return "", ""
         self.repairs += repairs
-        return tree.texts[0], threads.dump(tree)
+        return example.texts[0], dump(example)
 
-    def _text(self, row: int, record: dict[str, Any]) -> str:
-        """The text of a record, "" where there is none."""
-        return text_cell(record, self.columns.example, f"{self.name}: row {row}", named=self.text_named)
+    def _check_id(self, row: int, identity: Any) -> None:
+        if is_missing(identity):
+            return
+        earlier = self._thread_rows.setdefault(_digest(str(identity)), row)
+        if earlier != row:
+            raise RequestError(
+                f"{self.name}: row {row}, thread {str(identity)!r}: row {earlier} has a thread with the same id; "
+                "remove one of them"
+            )
 
-    def _label(self, row: int, value: Any) -> str:
-        if isinstance(value, (list, dict)):
-            raise RequestError(
-                f"{self.name}: row {row}, column {self.columns.label!r}: is a {type(value).__name__}, not a label; "
-                "name another column with --label-column"
-            )
-        label = "" if is_missing(value) else label_name(value)
-        if not label or label.casefold() in ("nan", "<na>"):
-            raise RequestError(
-                f"{self.name}: row {row}, column {self.columns.label!r}: the label is missing; "
-                "fill it in, remove the row, or name another column with --label-column"
-            )
-        return label
+    def _label(self, row: int, record: dict[str, Any]) -> str:
+        if not self.labeled:
+            return ""
+        assert self.columns.label is not None
+        return records.read_label(record, self.columns.label, f"{self.name}: row {row}")
 
 
 def _corpus(
@@ -489,8 +406,8 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _repeats(digests: np.ndarray, rows: np.ndarray, codes: array[int], what: str) -> list[str]:
-    """Notices about texts that occur more than once, and about those of them with different labels."""
+def _repeats(digests: np.ndarray, rows: np.ndarray, codes: array[int], unit: str) -> list[str]:
+    """Return notices about texts that occur more than once, and about those of them with different labels."""
     order = np.argsort(digests, kind="stable")
     same = digests[order[1:]] == digests[order[:-1]]
     notices = []
@@ -498,7 +415,7 @@ def _repeats(digests: np.ndarray, rows: np.ndarray, codes: array[int], what: str
         later = order[1:][same]
         first = later.min()
         earlier = order[:-1][same][later.argmin()]
-        notices.append(f"{_count(len(later), what)} kept (first: rows {rows[earlier]} and {rows[first]})")
+        notices.append(f"{_count(len(later), unit)} kept (first: rows {rows[earlier]} and {rows[first]})")
     if len(codes) and same.any():
         label = np.frombuffer(codes, np.int32)
         differ = same & (label[order[1:]] != label[order[:-1]])
@@ -506,10 +423,10 @@ def _repeats(digests: np.ndarray, rows: np.ndarray, codes: array[int], what: str
             later = order[1:][differ]
             earlier = order[:-1][differ][later.argmin()]
             notices.append(
-                f"{_count(len(later), what)} with different labels (first: rows {rows[earlier]} and {rows[later.min()]})"
+                f"{_count(len(later), unit)} with different labels (first: rows {rows[earlier]} and {rows[later.min()]})"
             )
     return notices
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"

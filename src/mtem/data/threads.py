@@ -1,11 +1,11 @@
-"""EncodedThreads: a post and the replies to it, as a tree.
+"""Threads: a post and the replies to it.
 
-In files a thread is an object with a list of posts, each naming the one it replies to, in any order:
+In files a thread is an object with a list of posts, each of which names the post it replies to, in any order:
 
     {"id": "7", "label": "rumour", "nodes": [{"id": "7", "parent": null, "text": "..."},
                                              {"id": "9", "parent": "7", "text": "..."}]}
 
-What can be repaired without guessing is repaired and counted; what cannot is refused, by thread and post.
+Defects that can be repaired without guessing are repaired and counted; all others are refused, with the thread and the post.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 from mtem.data.values import is_missing, text_of
 from mtem.errors import RequestError
 
-NODES = "nodes"
+NODES = "nodes"  # the key, or column, of the list of posts
 
 
 class Thread(NamedTuple):
-    """A post and its replies; every post stands after the one it replies to.
+    """A post and its replies; every post comes after the one it replies to.
 
     Attributes
     ----------
-    texts
-        Of every post, the root first; "" where a post has none.
-    parents
-        For every post the position of the one it replies to; -1 for the root.
+    texts : list of str
+        The text of every post, the root first; "" for a post without text.
+    parents : list of int
+        For every post the position of the post it replies to; -1 for the root.
     """
 
     texts: list[str]
@@ -45,7 +45,15 @@ class Thread(NamedTuple):
 
 @dataclass(frozen=True)
 class Repairs:
-    """How often what was mended, and where each kind came first. They add up."""
+    """Number of repairs by type; the sum of two is a `Repairs` too.
+
+    Attributes
+    ----------
+    unknown_parent, no_text, extra_root, no_root, duplicate : int
+        Number of posts (`no_root`: threads) that were repaired.
+    first : mapping of str to str
+        For every type of repair the file, row, thread and post where it was first made.
+    """
 
     unknown_parent: int = 0
     no_text: int = 0
@@ -55,56 +63,70 @@ class Repairs:
     first: Mapping[str, str] = field(default_factory=dict)
 
     def __add__(self, other: Repairs) -> Repairs:
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _TOLD}
+        """Add the counts; `first` of the left operand takes precedence."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _DESCRIPTIONS}
         return Repairs(**sums, first={**other.first, **self.first})
 
-    def notices(self, inside: str = "") -> list[str]:
-        """One line for each kind that occurred; places are told without the name of the file `inside` which they are."""
+    def notices(self, file: str = "") -> list[str]:
+        """Return one line for each type of repair; the name of `file` is left out of the positions."""
         lines = []
-        for name, (one, several) in _TOLD.items():
+        for name, (one, several) in _DESCRIPTIONS.items():
             if count := getattr(self, name):
-                place = self.first[name].removeprefix(f"{inside}: ")
-                lines.append(f"{count} {one if count == 1 else several} (first: {place})")
+                position = self.first[name].removeprefix(f"{file}: ")
+                lines.append(f"{count} {one if count == 1 else several} (first: {position})")
         return lines
 
 
-_TOLD = {
+_DESCRIPTIONS = {
     "unknown_parent": (
-        "reply has an unknown parent and hangs from the root",
-        "replies have an unknown parent and hang from the root",
+        "reply has an unknown parent and is attached to the root",
+        "replies have an unknown parent and are attached to the root",
     ),
     "no_text": ("post has no text", "posts have no text"),
     "extra_root": (
-        "further post without parent hangs from the first of its thread",
-        "further posts without parent hang from the first of their thread",
+        "further post without parent is attached to the first of its thread",
+        "further posts without parent are attached to the first of their thread",
     ),
     "no_root": (
-        "thread has no post without parent: the first with an unknown one is the root",
-        "threads have no post without parent: the first with an unknown one is the root",
+        "thread has no post without parent: the first with an unknown parent is the root",
+        "threads have no post without parent: the first with an unknown parent is the root",
     ),
     "duplicate": ("repeated post dropped", "repeated posts dropped"),
 }
 
 
-def dump(tree: Thread) -> str:
-    """The tree as compact JSON: [[parent, text], ...]."""
-    pairs = list(zip(tree.parents, tree.texts, strict=True))
+def dump(thread: Thread) -> str:
+    """Return the thread as compact JSON: [[parent, text], ...]."""
+    pairs = list(zip(thread.parents, thread.texts, strict=True))
     return json.dumps(pairs, ensure_ascii=False, separators=(",", ":"))
 
 
 def parse(string: str) -> Thread:
-    """The tree that `dump` wrote."""
+    """Return the thread that `dump` wrote."""
     pairs = json.loads(string)
     return Thread([text for _, text in pairs], [parent for parent, _ in pairs])
 
 
-def thread_of_row(row: Mapping[str, Any], where: str) -> Thread:
-    """The tree of a row with `nodes`, for a reader of rows to whom repairs do not matter; `where` names the row."""
-    return read(row, where)[0]
-
-
 def read(row: Mapping[str, Any], where: str) -> tuple[Thread, Repairs]:
-    """The tree of a row with `nodes` (a list, JSON that spells one, or a Thread), and what was mended in it."""
+    """Read the thread of a row.
+
+    Parameters
+    ----------
+    row : mapping
+        Has the key "nodes": a list of posts, JSON of one, or a `Thread`.
+    where : str
+        File and row, for messages.
+
+    Returns
+    -------
+    tuple of Thread and Repairs
+        As `build`.
+
+    Raises
+    ------
+    RequestError
+        If the row has no posts, or posts that are no thread.
+    """
     nodes = row.get(NODES)
     if not is_missing(row.get("id")):
         where = f"{where}, thread {str(row['id'])!r}"
@@ -116,19 +138,22 @@ def read(row: Mapping[str, Any], where: str) -> tuple[Thread, Repairs]:
         try:
             nodes = json.loads(nodes)
         except (ValueError, RecursionError):
-            raise RequestError(f"{where}: column {NODES!r} is neither a list of posts nor JSON that spells one") from None
+            raise RequestError(f"{where}, column {NODES!r}: expected a list of posts, or JSON of one") from None
     return build(nodes, where)
 
 
-def _checked(tree: Thread, where: str) -> Thread:
-    if not tree.texts:
+def _checked(thread: Thread, where: str) -> Thread:
+    if not thread.texts:
         raise RequestError(f"{where}: the thread is empty; give at least one post")
-    if len(tree.texts) != len(tree.parents):
-        raise RequestError(f"{where}: {len(tree.texts)} texts but {len(tree.parents)} parents")
-    for position, parent in enumerate(tree.parents):
+    if len(thread.texts) != len(thread.parents):
+        raise RequestError(f"{where}: {len(thread.texts)} texts but {len(thread.parents)} parents; give one parent per text")
+    for position, parent in enumerate(thread.parents):
         if not (parent == -1 if position == 0 else 0 <= parent < position):
-            raise RequestError(f"{where}, node {position}: parent {parent} is not the position of an earlier post (root: -1)")
-    return Thread([_text(text, f"{where}, node {position}") for position, text in enumerate(tree.texts)], list(tree.parents))
+            raise RequestError(
+                f"{where}, post {position}: expected as parent the position of an earlier post (-1 for the root), got {parent}"
+            )
+    texts = [_text(text, f"{where}, post {position}") for position, text in enumerate(thread.texts)]
+    return Thread(texts, list(thread.parents))
 
 
 class _Post(NamedTuple):
@@ -139,40 +164,51 @@ class _Post(NamedTuple):
 
 
 def build(nodes: Any, where: str) -> tuple[Thread, Repairs]:
-    """The tree of a thread's posts, and what was mended in it.
+    """Build a thread from its posts.
 
     Parameters
     ----------
-    nodes
-        A list of {"id", "parent", "text"}, in any order; ids are strings or whole numbers. The root has no parent. A post
-        with "orphan" is one whose parent somebody found to be unknown before.
-    where
+    nodes : list of dict
+        Posts as {"id", "parent", "text"}, in any order; ids are strings or whole numbers. The root has no parent. A post with
+        "orphan": true is one whose parent is known to be missing.
+    where : str
         File, row and thread, for messages.
+
+    Returns
+    -------
+    thread : Thread
+        Every post after the one it replies to, otherwise in the given order.
+    repairs : Repairs
+        Number of repairs.
+
+    Raises
+    ------
+    RequestError
+        If there are no posts, if replies form a circle, or if different posts have the same id.
 
     Notes
     -----
-    A reply whose parent is unknown, and a second post without parent, hang from the root. A post without text stays, so that
-    its replies have where to hang. A copy of a post is dropped. Refused are a thread without posts, a circle of replies, and
-    different posts of one id.
+    A reply whose parent is unknown, and a second post without parent, are attached to the root. A post without text is kept,
+    because others may reply to it. A copy of a post is dropped.
     """
     posts, repairs = _posts(nodes, where)
-    place = {post.id: position for position, post in enumerate(posts)}
+    positions = {post.id: position for position, post in enumerate(posts)}
     root = next((i for i, post in enumerate(posts) if not post.parent and not post.orphan), None)
     if root is None:
-        root = next((i for i, post in enumerate(posts) if not post.parent or post.parent not in place), None)
+        root = next((i for i, post in enumerate(posts) if not post.parent or post.parent not in positions), None)
         if root is None:
-            raise _circle(posts, [place[post.parent] for post in posts], range(len(posts)), where)
-        repairs += Repairs(no_root=1, first={"no_root": f"{where}, node {posts[root].id!r}"})
+            raise _circle(posts, [positions[post.parent] for post in posts], range(len(posts)), where)
+        repairs += Repairs(no_root=1, first={"no_root": f"{where}, post {posts[root].id!r}"})
     parents = []
     for position, post in enumerate(posts):
         if position == root:
             parents.append(-1)
             continue
-        if post.orphan or (post.parent and post.parent not in place):
-            repairs += Repairs(unknown_parent=1, first={"unknown_parent": f"{where}, node {post.id!r}"})
+        if post.orphan or (post.parent and post.parent not in positions):
+            repairs += Repairs(unknown_parent=1, first={"unknown_parent": f"{where}, post {post.id!r}"})
         elif not post.parent:
-            repairs += Repairs(extra_root=1, first={"extra_root": f"{where}, node {post.id!r}"})
-        parents.append(place.get(post.parent, root))
+            repairs += Repairs(extra_root=1, first={"extra_root": f"{where}, post {post.id!r}"})
+        parents.append(positions.get(post.parent, root))
     order = ordered(parents)
     if len(order) < len(posts):
         raise _circle(posts, parents, sorted(set(range(len(posts))) - set(order)), where)
@@ -181,11 +217,22 @@ def build(nodes: Any, where: str) -> tuple[Thread, Repairs]:
 
 
 def ordered(parents: Sequence[int]) -> list[int]:
-    """The positions so that each comes after its parent, otherwise as they stood; those that no root leads to are left out."""
+    """Return the positions in an order in which each comes after its parent, and otherwise in the given order.
+
+    Parameters
+    ----------
+    parents : sequence of int
+        The parent of every position; negative for a root.
+
+    Returns
+    -------
+    list of int
+        Positions that cannot be reached from a root are missing.
+    """
     if all(parent < position for position, parent in enumerate(parents)):
         return list(range(len(parents)))
     children: list[list[int]] = [[] for _ in parents]
-    ready = []
+    ready: list[int] = []
     for position, parent in enumerate(parents):
         (ready if parent < 0 else children[parent]).append(position)
     order = []
@@ -198,61 +245,75 @@ def ordered(parents: Sequence[int]) -> list[int]:
 
 
 def _posts(nodes: Any, where: str) -> tuple[list[_Post], Repairs]:
-    """The posts in their order, without copies."""
+    """Return the posts in their order, without copies."""
     if hasattr(nodes, "tolist"):
         nodes = nodes.tolist()
     if not isinstance(nodes, (list, tuple)):
-        raise RequestError(f"{where}: column {NODES!r} is a {type(nodes).__name__}, not a list of posts")
+        raise RequestError(f"{where}, column {NODES!r}: expected a list of posts, got a {type(nodes).__name__}")
     if not nodes:
         raise RequestError(f"{where}: the thread is empty; give at least one post")
     seen: dict[str, _Post] = {}
     repairs = Repairs()
     for number, node in enumerate(nodes, start=1):
-        place = f"{where}, node {number} of {len(nodes)}"
+        position = f"{where}, post {number} of {len(nodes)}"
         if not isinstance(node, Mapping):
-            raise RequestError(f"{place}: is a {type(node).__name__}, not an object")
-        identity = identity_of(node.get("id"), "id", place)
+            raise RequestError(f"{position}: expected an object, got a {type(node).__name__}")
+        identity = read_id(node.get("id"), "id", position)
         if not identity and len(nodes) > 1:
-            raise RequestError(f"{place}: has no id; every post of a thread with replies needs one")
-        place = f"{where}, node {identity!r}"
-        post = _Post(
-            identity, identity_of(node.get("parent"), "parent", place), _text(node.get("text"), place), node.get("orphan") is True
-        )
+            raise RequestError(f"{position}: has no id; every post of a thread with replies needs one")
+        position = f"{where}, post {identity!r}"
+        parent = read_id(node.get("parent"), "parent", position)
+        post = _Post(identity, parent, _text(node.get("text"), position), node.get("orphan") is True)
         if identity not in seen:
             seen[identity] = post
             if not post.text:
-                repairs += Repairs(no_text=1, first={"no_text": place})
+                repairs += Repairs(no_text=1, first={"no_text": position})
         elif seen[identity][:3] == post[:3]:
-            repairs += Repairs(duplicate=1, first={"duplicate": place})
+            repairs += Repairs(duplicate=1, first={"duplicate": position})
         else:
-            differs = "texts" if seen[identity].text != post.text else "parents"
-            raise RequestError(f"{place}: is there twice with different {differs}; ids must be unique in a thread")
+            difference = "texts" if seen[identity].text != post.text else "parents"
+            raise RequestError(f"{position}: occurs twice with different {difference}; ids must be unique in a thread")
     return list(seen.values()), repairs
 
 
-def identity_of(value: Any, what: str, place: str) -> str:
-    """An id as a string, "" for none: 7 and "7" are the same. `what` it is and its `place` are for the refusal."""
+def read_id(value: Any, name: str, where: str) -> str:
+    """Return the id of a post as a string, "" if there is none; 7 and "7" are the same id.
+
+    Parameters
+    ----------
+    value : str, int or None
+        The id.
+    name : str
+        The name of the field ("id" or "parent"), for messages.
+    where : str
+        File, row, thread and post, for messages.
+
+    Raises
+    ------
+    RequestError
+        If the value is neither a string nor a whole number. Floating-point numbers are refused because the ids of posts are too
+        long for them: two ids would become one.
+    """
     if is_missing(value):
         return ""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return str(int(value))
     if isinstance(value, str):
         return value.strip()
-    # The ids of posts are too long for a floating-point number: two of them would become one.
-    raise RequestError(f"{place}: the {what} is a {type(value).__name__}; ids must be strings or whole numbers")
+    raise RequestError(f"{where}: the {name} is a {type(value).__name__}; ids must be strings or whole numbers")
 
 
-def _text(value: Any, place: str) -> str:
+def _text(value: Any, where: str) -> str:
     try:
         return text_of(value)
     except TypeError as error:
-        raise RequestError(f"{place}: the text {error}") from None
+        raise RequestError(f"{where}: {error}") from None
     except UnicodeError:
-        raise RequestError(f"{place}: the text is not UTF-8") from None
+        raise RequestError(f"{where}: the text is not UTF-8; save it as UTF-8") from None
 
 
 def _circle(posts: Sequence[_Post], parents: Sequence[int], unreached: Sequence[int], where: str) -> RequestError:
-    """The error for posts that no root leads to: following parents from any of them ends in a circle."""
+    """Return the error for posts that no root leads to: following their parents ends in a circle."""
     position = unreached[0]
     trail: dict[int, None] = {}
     while position not in trail:
@@ -260,6 +321,6 @@ def _circle(posts: Sequence[_Post], parents: Sequence[int], unreached: Sequence[
         position = parents[position]
     circle = [posts[p].id for p in list(trail)[list(trail).index(position) :]]
     if len(circle) == 1:
-        return RequestError(f"{where}, node {circle[0]!r}: replies to itself; the parent of a root must be null")
+        return RequestError(f"{where}, post {circle[0]!r}: replies to itself; the parent of a root must be null")
     shown = " to ".join([*map(repr, circle[:5]), *(["..."] if len(circle) > 5 else []), repr(circle[0])])
-    return RequestError(f"{where}, node {circle[0]!r}: the replies go in a circle ({shown}); every reply must lead to a root")
+    return RequestError(f"{where}, post {circle[0]!r}: the replies form a circle ({shown}); every reply must lead to a root")

@@ -1,4 +1,4 @@
-"""A corpus as token numbers: tokenized once, kept in an Arrow file in the cache, memory-mapped from there."""
+"""Token ids of a corpus: computed once, stored in an Arrow file in the cache, memory-mapped from there."""
 
 from __future__ import annotations
 
@@ -15,41 +15,47 @@ from mtem.atomic import atomic_write
 from mtem.data.cache import cache_folder
 from mtem.data.corpus import Corpus
 
-_FORMAT = "1"  # part of every cache address: raise it when what is written changes
-_ROWS = 8192  # in every batch of the file but the last, so that a text's batch is a division away
+_FORMAT = "1"  # part of every cache address; increase it when the stored contents change
+_ROWS = 8192  # in every batch of the file but the last, so that the batch of a text follows from its number
 _CALL_TEXTS = 1024
-_CALL_CHARACTERS = 1 << 20  # a tokenizer keeps much more than the tokens of the texts it works on
+_CALL_CHARACTERS = 1 << 20  # a tokenizer needs much more memory than the token ids take
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32()))])
 
 
 class Tokens:
-    """The token numbers of texts, special tokens included.
+    """The token ids of texts, including special tokens.
+
+    Parameters
+    ----------
+    batches : sequence of pyarrow.RecordBatch
+        With one column of lists of int32; all but the last have the same number of rows.
 
     Attributes
     ----------
-    lengths
-        The number of tokens of each text (int32).
+    lengths : array of int32, shape (N,)
+        The number of tokens of each text.
     """
 
-    def __init__(self, batches: Sequence[pa.RecordBatch]):
+    def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
         lists = [batch.column(0) for batch in batches if batch.num_rows]
         self._rows = len(lists[0]) if lists else 1
         if any(len(one) != self._rows for one in lists[:-1]):
             raise ValueError("all batches but the last must have the same number of rows")
-        self._values = [one.values.to_numpy() for one in lists]
-        self._offsets = [one.offsets.to_numpy() for one in lists]
+        self._values: list[np.ndarray] = [one.values.to_numpy() for one in lists]
+        self._offsets: list[np.ndarray] = [one.offsets.to_numpy() for one in lists]
         self.lengths = np.concatenate([np.zeros(0, np.int32), *(np.diff(o) for o in self._offsets)]).astype(np.int32)
 
     @classmethod
     def of_ids(cls, ids: Iterable[Sequence[int]]) -> Tokens:
-        """Tokens in memory, from a list of lists of numbers."""
+        """Return tokens in memory, from a list of lists of token ids."""
         return cls(list(_batches(list(one) for one in ids)))
 
     def __len__(self) -> int:
+        """Return the number of texts."""
         return len(self.lengths)
 
     def ids(self, i: int) -> np.ndarray:
-        """The token numbers of text `i` (int32): a view, not a copy."""
+        """Return the token ids of text `i` (int32), as a view."""
         if not 0 <= i < len(self):
             raise IndexError(f"text {i} of {len(self)}")
         batch, row = divmod(int(i), self._rows)
@@ -64,27 +70,31 @@ def tokenize(
     cache: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
-    """The tokens of a corpus, at most `max_length` a text; from the cache if they were made before.
+    """Tokenize a corpus, or read its tokens from the cache.
 
     Parameters
     ----------
-    tokenizer
-        A Hugging Face tokenizer.
-    cache
-        The cache folder; without it the one the corpus was loaded with, or `cache_directory()`.
-    progress
-        Called with (texts done, texts in all) now and then.
+    corpus : Corpus
+        Of threads, the texts of the roots are tokenized.
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Its fingerprint is part of the address in the cache.
+    max_length : int
+        Longer texts are truncated to this number of tokens.
+    cache : str or Path, optional
+        The cache folder; by default the one the corpus was loaded with, or `cache_directory()`.
+    progress : callable, optional
+        Called with (texts done, texts in all) from time to time.
     """
     digest = hashlib.sha256()
     for part in (_FORMAT, corpus.fingerprint, tokenizer_fingerprint(tokenizer), str(max_length)):
         digest.update(part.encode() + b"\0")
     path = cache_folder("tokens", cache if cache is not None else corpus.cache) / f"{digest.hexdigest()}.arrow"
-    batches = _mapped(path)
+    batches = _read_mapped(path)
     if batches is None or sum(batch.num_rows for batch in batches) != len(corpus):
         with atomic_write(path) as stream, pa.ipc.new_file(stream, _SCHEMA) as writer:
             for batch in _batches(_encoded(corpus, tokenizer, max_length, progress)):
                 writer.write_batch(batch)
-        batches = _mapped(path)
+        batches = _read_mapped(path)
         assert batches is not None
     elif progress is not None:
         progress(len(corpus), len(corpus))
@@ -92,8 +102,8 @@ def tokenize(
 
 
 def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[list[int]]:
-    """The token numbers of a few texts, special tokens included."""
-    return tokenizer(
+    """Return the token ids of a few texts, including special tokens."""
+    ids: list[list[int]] = tokenizer(
         list(texts),
         truncation=True,
         max_length=max_length,
@@ -103,15 +113,16 @@ def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[list[i
         return_token_type_ids=False,
         verbose=False,
     )["input_ids"]
+    return ids
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """sha256 over everything that decides which tokens a text becomes."""
+    """Return the sha256 of everything that determines the tokens of a text."""
     digest = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
-        # What the last call asked for stays in the tokenizer; it is no part of what the tokenizer is.
+        # A tokenizer keeps the options of its last call; they are not part of it.
         state["truncation"] = state["padding"] = None
         digest.update(json.dumps(state, sort_keys=True).encode())
     else:
@@ -131,7 +142,7 @@ def _encoded(corpus: Corpus, tokenizer: Any, max_length: int, progress: Callable
 
 
 def _calls(corpus: Corpus) -> Iterator[list[str]]:
-    """The texts in portions that are worth a call and not too much for one."""
+    """Yield the texts in lists of a suitable size for one call of the tokenizer."""
     texts: list[str] = []
     characters = 0
     for chunk in corpus.table.column("text").chunks:
@@ -147,24 +158,24 @@ def _calls(corpus: Corpus) -> Iterator[list[str]]:
 
 
 def _batches(ids: Iterable[Sequence[int]]) -> Iterator[pa.RecordBatch]:
-    pieces: list[np.ndarray] = []
+    arrays: list[np.ndarray] = []
 
     def batch() -> pa.RecordBatch:
-        offsets = np.cumsum([0] + [len(piece) for piece in pieces], dtype=np.int32)
-        lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(pieces)))
+        offsets = np.cumsum([0] + [len(array) for array in arrays], dtype=np.int32)
+        lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
         return pa.record_batch([lists], schema=_SCHEMA)
 
     for one in ids:
-        pieces.append(np.asarray(one, np.int32))
-        if len(pieces) == _ROWS:
+        arrays.append(np.asarray(one, np.int32))
+        if len(arrays) == _ROWS:
             yield batch()
-            pieces = []
-    if pieces:
+            arrays = []
+    if arrays:
         yield batch()
 
 
-def _mapped(path: Path) -> list[pa.RecordBatch] | None:
-    """The batches of a stored file, None if it is not there or damaged."""
+def _read_mapped(path: Path) -> list[pa.RecordBatch] | None:
+    """Return the batches of a stored file, None if it is missing or damaged."""
     try:
         with pa.memory_map(str(path)) as source:
             reader = pa.ipc.open_file(source)

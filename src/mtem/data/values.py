@@ -1,4 +1,4 @@
-"""What stands in a cell of a table, whoever wrote it: Python, numpy, pandas or Arrow."""
+"""Cells of a table as text, whichever library wrote them: Python, NumPy, pandas or Arrow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a cell is empty by the rules of Python, numpy or pandas."""
+    """Return whether a cell is empty by the rules of Python, NumPy or pandas."""
     if isinstance(value, str):
         return False
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
@@ -19,7 +19,15 @@ def is_missing(value: Any) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """The text in a cell, "" where there is none or it is blank. TypeError for what is no text, UnicodeError for no UTF-8."""
+    """Return the text in a cell, "" if the cell is empty or blank.
+
+    Raises
+    ------
+    TypeError
+        If the cell holds no text, for example a list.
+    UnicodeDecodeError
+        If the cell holds bytes that are not UTF-8.
+    """
     if is_missing(value):
         return ""
     if isinstance(value, bytes):
@@ -27,13 +35,13 @@ def text_of(value: Any) -> str:
     elif not isinstance(value, str) and isinstance(value, (bool, numbers.Number, np.generic)):
         value = str(value)
     if not isinstance(value, str):
-        raise TypeError(f"is a {type(value).__name__}, not a text")
+        raise TypeError(f"expected a text, got a {type(value).__name__}")
     text = value.replace("\0", "")
     return encodable(text) if text.strip() else ""
 
 
 def encodable(text: str) -> str:
-    """The text, with U+FFFD for halves of surrogate pairs: JSON can spell them, UTF-8 and Arrow cannot."""
+    """Return the text with U+FFFD for lone surrogates, which JSON can express but UTF-8 and Arrow cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Tables of records on disk, written one record at a time, in the formats that `readers` reads."""
+"""Write tables to disk one record at a time, in the formats that `mtem.data.readers` reads."""
 
 from __future__ import annotations
 
@@ -11,97 +11,109 @@ import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mtem.atomic import atomic_write, disk_errors
-from mtem.data.readers import _BATCH, _DELIMITERS, kind_of
+from mtem.data.formats import DELIMITERS, PARQUET_BATCH, file_format
 from mtem.errors import RequestError
 
 
 class Writer:
-    """Write records to a file of any of the formats; the file appears, whole, when the block ends well.
-
-    >>> with Writer("predictions.csv") as out:
-    ...     out.write({"text": "fine", "label": "positive"})
+    """Context manager that writes records to a file, which appears, complete, when the block ends without an error.
 
     Parameters
     ----------
-    path
-        Its extension says the format.
-    columns
-        The columns and their order; without it the first record's. JSON lines need none: each record has its own.
+    path : str or Path
+        The extension gives the format.
+    columns : iterable of str, optional
+        The columns and their order; by default those of the first record. Ignored for JSON lines, where every record has its
+        own keys.
+
+    Examples
+    --------
+    >>> with Writer("predictions.csv") as out:  # doctest: +SKIP
+    ...     out.write({"text": "fine", "label": "positive"})
     """
 
-    def __init__(self, path: str | Path, columns: Iterable[str] | None = None):
+    def __init__(self, path: str | Path, columns: Iterable[str] | None = None) -> None:
         self.path = Path(path)
         self.columns = list(columns) if columns is not None else None
-        self._kind, self._zipped = kind_of(path)
+        self._format, self._gzipped = file_format(path)
         self._written = 0
 
     def __enter__(self) -> Writer:
-        # What the inner exits clean up depends on the error, so they are entered in the order they must be left.
-        self._stack = contextlib.ExitStack()
+        """Open a temporary file beside the path."""
         with contextlib.ExitStack() as stack:
             stream: Any = stack.enter_context(atomic_write(self.path))
-            if self._zipped:
-                # No name and no time inside: the same records give the same bytes.
+            if self._gzipped:
+                # Without a name and a time in the header, the same records give the same bytes.
                 stream = stack.enter_context(gzip.GzipFile(filename="", fileobj=stream, mode="wb", mtime=0))
             self._stream = stream
-            if self._kind == "parquet":
+            if self._format == "parquet":
                 self._spool = _ParquetSpool(self.path)
                 stack.callback(self._spool.close)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> bool | None:
-        if error[0] is None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """Move the complete file to its path, or remove it after an error."""
+        if error_type is None:
             try:
                 self._finish()
             except BaseException as failure:
                 if not self._stack.__exit__(type(failure), failure, failure.__traceback__):
                     raise
                 return None
-        return self._stack.__exit__(*error)
+        return self._stack.__exit__(error_type, error, traceback)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add one record. Columns it lacks are left empty; a column the file does not have is a mistake."""
-        if self._kind == "json":
+        """Add one record; columns it lacks stay empty.
+
+        Raises
+        ------
+        RequestError
+            If the record has a column that the file has not (except in JSON lines).
+        """
+        if self._format == "json":
             self._stream.write(_json_line(record))
-        elif self._kind == "parquet":
-            names = self._checked(record)
+        elif self._format == "parquet":
+            names = self._columns_of(record)
             self._spool.add({name: record.get(name) for name in names})
         else:
-            names = self._checked(record)
+            names = self._columns_of(record)
             if not self._written:
                 self._write_fields(names)
             self._write_fields([_cell(record.get(name)) for name in names])
         self._written += 1
 
-    def _checked(self, record: dict[str, Any]) -> list[str]:
+    def _columns_of(self, record: dict[str, Any]) -> list[str]:
         if self.columns is None:
             self.columns = list(record)
         if unknown := next((name for name in record if name not in self.columns), None):
             raise RequestError(
-                f"{self.path}: record {self._written + 1} has a column {unknown!r} that the first has not; "
-                "write JSON lines, or name all columns"
+                f"{self.path}: record {self._written + 1} has a column {unknown!r} that the first record has not; "
+                "write .jsonl instead, or list all columns"
             )
         return self.columns
 
     def _write_fields(self, fields: list[str]) -> None:
         line = io.StringIO()
-        # Only with this terminator every version of Python quotes a lone carriage return; the line ends in \n all the same.
-        csv.writer(line, delimiter=_DELIMITERS[self._kind], lineterminator="\r\n").writerow(fields)
-        # NUL has no place in a CSV file and half a surrogate pair none in UTF-8.
+        # Only with this terminator does every version of Python quote a lone carriage return. The line still ends in \n.
+        csv.writer(line, delimiter=DELIMITERS[self._format], lineterminator="\r\n").writerow(fields)
+        # CSV has no NUL, and UTF-8 no lone surrogates.
         text = line.getvalue().removesuffix("\r\n").replace("\0", "") + "\n"
         self._stream.write(text.encode("utf-8", errors="replace"))
 
     def _finish(self) -> None:
-        if self._kind in _DELIMITERS and not self._written and self.columns:
+        if self._format in DELIMITERS and not self._written and self.columns:
             self._write_fields(self.columns)
-        elif self._kind == "parquet":
+        elif self._format == "parquet":
             self._spool.copy_to(self._stream, self.columns or [])
 
 
@@ -111,12 +123,12 @@ def _cell(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, (list, dict)):
-        return json.dumps(value, ensure_ascii=False, default=_plain)
-    return str(_plain(value))
+        return json.dumps(value, ensure_ascii=False, default=_to_json)
+    return str(_to_json(value))
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no word for: times in ISO form, bytes as the text they hold, NumPy's numbers as Python's."""
+def _to_json(value: Any) -> Any:
+    """Convert types that JSON lacks: times to ISO format, bytes to text, NumPy values to Python's."""
     if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
         return value.isoformat()
     if isinstance(value, bytes):
@@ -128,19 +140,19 @@ def _plain(value: Any) -> Any:
 
 def _json_line(record: dict[str, Any]) -> bytes:
     try:
-        return (json.dumps(record, ensure_ascii=False, default=_plain) + "\n").encode()
+        return (json.dumps(record, ensure_ascii=False, default=_to_json) + "\n").encode()
     except UnicodeEncodeError:
-        # Half a surrogate pair can only be written as the escape it came from.
-        return (json.dumps(record, default=_plain) + "\n").encode()
+        # A lone surrogate can only be written as an escape sequence.
+        return (json.dumps(record, default=_to_json) + "\n").encode()
 
 
 class _ParquetSpool:
-    """Records for a Parquet file, kept on disk until the last one has shown the types of the columns.
+    """Records for a Parquet file, kept in a temporary file until the types of all columns are known.
 
-    A column may be empty for a thousand records and then hold numbers; Parquet wants its type before the first record.
+    A column may be empty for a thousand records and then hold numbers; Parquet needs its type before the first record.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.records: list[dict[str, Any]] = []
         self.schema: pa.Schema | None = None
@@ -148,7 +160,7 @@ class _ParquetSpool:
 
     def add(self, record: dict[str, Any]) -> None:
         self.records.append(record)
-        if len(self.records) >= _BATCH:
+        if len(self.records) >= PARQUET_BATCH:
             self._flush()
 
     def _flush(self) -> None:
@@ -160,7 +172,7 @@ class _ParquetSpool:
             schemas = [batch.schema] if self.schema is None else [self.schema, batch.schema]
             self.schema = pa.unify_schemas(schemas, promote_options="permissive")
         except pa.ArrowException as error:
-            raise self._mixed(str(error)) from None
+            raise self._mixed_types(str(error)) from None
         with disk_errors(tempfile.gettempdir()), pa.ipc.new_stream(self.file, batch.schema) as stream:
             stream.write_batch(batch)
         self.records = []
@@ -171,14 +183,12 @@ class _ParquetSpool:
         except UnicodeEncodeError:
             return pa.array([v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for v in values])
         except (pa.ArrowException, OverflowError):
-            raise self._mixed(f"column {name!r}") from None
+            raise self._mixed_types(f"column {name!r}") from None
 
-    def _mixed(self, what: str) -> RequestError:
-        return RequestError(
-            f"{self.path}: Parquet wants one type per column and there are several ({what}); write .jsonl instead"
-        )
+    def _mixed_types(self, detail: str) -> RequestError:
+        return RequestError(f"{self.path}: Parquet needs one type per column, got several ({detail}); write .jsonl instead")
 
-    def copy_to(self, stream: Any, names: list[str]) -> None:
+    def copy_to(self, stream: IO[bytes], names: list[str]) -> None:
         self._flush()
         schema = self.schema if self.schema is not None else pa.schema([(name, pa.string()) for name in names])
         self.file.seek(0)
@@ -186,7 +196,7 @@ class _ParquetSpool:
             while True:
                 try:
                     batches = pa.ipc.open_stream(self.file)
-                except pa.ArrowInvalid:  # no further batch
+                except pa.ArrowInvalid:  # no more batches
                     break
                 for batch in batches:
                     table = pa.Table.from_batches([batch])

@@ -1,1 +1,1 @@
-"""Published data sets, turned into files that the other rooms read, and the bundled sample."""
+"""Published data sets, converted to files that `mtem.data` reads, and the bundled sample."""

@@ -1,7 +1,7 @@
 """The Multi-Domain Sentiment Dataset of Blitzer, Dredze and Pereira (ACL 2007): Amazon reviews of several domains.
 
-Two forms are read, in a folder or an archive: the original pseudo-XML, `<domain>/{positive,negative,unlabeled}.review`, and
-JSON lines, `<domain>.{labeled,unlabeled}.jsonl.gz`, which is also the form that is written.
+Two formats are read, from a folder or an archive: the original pseudo-XML, `<domain>/{positive,negative,unlabeled}.review`,
+and JSON lines, `<domain>.{labeled,unlabeled}.jsonl.gz`, which is also the format that is written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from mtem.data.corpus import text_key
 from mtem.data.readers import read_lines
@@ -25,26 +25,46 @@ SHORT_NAMES = {"kitchen_and_housewares": "kitchen", "kitchen_&_housewares": "kit
 LABELS = ("positive", "negative")
 _REVIEW_FILE = re.compile(r"(?:^|/)([^/]+)/(positive|negative|unlabeled)\.review$")
 _JSON_FILE = re.compile(r"(?:^|/)([^/]+)\.(labeled|unlabeled)\.jsonl(\.gz)?$")
-_LOOKED_FOR = "<domain>/positive.review, negative.review and unlabeled.review, or <domain>.labeled.jsonl.gz"
+_EXPECTED = "<domain>/positive.review, negative.review and unlabeled.review, or <domain>.labeled.jsonl.gz"
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 
 
 def prepare(source: str | Path, to: str | Path) -> list[str]:
-    """Read the dataset at `source` and write two files per domain into the folder `to`.
+    """Convert the data set to two files per domain.
 
-    `<domain>.labeled.jsonl.gz` holds id, label, text, title and rating, positive reviews first, all of them, repeats too.
-    `<domain>.unlabeled.jsonl.gz` holds id, text, source and title, in a pseudo-random order, without the reviews that are
-    also in the domain's labeled set and without repeats: the original files overlap, and that would leak test reviews into
-    training. Everything is read before anything is written.
+    Parameters
+    ----------
+    source : path
+        The folder or archive to read.
+    to : path
+        The folder to write to. Nothing is written before everything has been read.
 
     Returns
     -------
-    Lines that describe what was written.
+    list of str
+        One line per file, with its size.
+
+    Raises
+    ------
+    RequestError
+        If files are missing or damaged.
+
+    Notes
+    -----
+    `<domain>.labeled.jsonl.gz` has id, label, text, title and rating of all labeled reviews, including repeats, positive ones
+    first. `<domain>.unlabeled.jsonl.gz` has id, text, source and title in a pseudo-random order, without repeats and without
+    reviews that are also in the labeled set of the domain: the original files overlap, which would leak test reviews into
+    training.
+
+    References
+    ----------
+    J. Blitzer, M. Dredze and F. Pereira. Biographies, Bollywood, Boom-boxes and Blenders: Domain Adaptation for Sentiment
+    Classification. ACL 2007.
     """
     source, to = Path(source), Path(to)
     check_apart(source, to)
-    with members(source) as found:
-        domains = [_read_domain(source, name, parts) for name, parts in _find(source, list(found)).items()]
+    with members(source) as files:
+        domains = [_read_domain(source, name, parts) for name, parts in _find(source, list(files)).items()]
     make_folder(to)
     return [line for domain in domains for line in _write_domain(domain, to)]
 
@@ -59,30 +79,30 @@ class _Domain:
     empty: int = 0
 
 
-def _find(source: Path, members: list[Member]) -> dict[str, dict[str, Member]]:
-    """The files of each domain: {domain: {"positive": ..., "negative": ..., "labeled": ..., "unlabeled": ...}}."""
-    found: dict[str, dict[str, Member]] = {}
-    for name, opener in members:
+def _find(source: Path, files: list[Member]) -> dict[str, dict[str, Member]]:
+    """Return the files of each domain: {domain: {"positive": ..., "negative": ..., "labeled": ..., "unlabeled": ...}}."""
+    domains: dict[str, dict[str, Member]] = {}
+    for name, opener in files:
         match = _REVIEW_FILE.search(name) or _JSON_FILE.search(name)
         if match is None:
             continue
         domain = SHORT_NAMES.get(match[1], match[1])
-        parts = found.setdefault(domain, {})
+        parts = domains.setdefault(domain, {})
         if match[2] in parts:
             raise RequestError(
                 f"{source}: {parts[match[2]][0]} and {name} are both {domain} {match[2]}; give the folder of one of them"
             )
         parts[match[2]] = (name, opener)
-    if not found:
-        raise RequestError(f"{source}: no reviews in it; looked for {_LOOKED_FOR}")
-    for domain, parts in found.items():
+    if not domains:
+        raise RequestError(f"{source}: no reviews found; expected {_EXPECTED}")
+    for domain, parts in domains.items():
         if "labeled" in parts and parts.keys() & set(LABELS):
-            raise RequestError(f"{source}: {domain} is there in both forms, .review and .jsonl; give the folder of one")
+            raise RequestError(f"{source}: {domain} exists in both formats, .review and .jsonl; give the folder of one")
         if "labeled" not in parts and (missing := [label for label in LABELS if label not in parts]):
-            there = ", ".join(name for name, _ in parts.values())
-            wanted = " and ".join(f"{label}.review" for label in missing)
-            raise RequestError(f"{source}: {domain} has {there} but no {wanted}; looked for {_LOOKED_FOR}")
-    return found
+            present = ", ".join(name for name, _ in parts.values())
+            absent = " and ".join(f"{label}.review" for label in missing)
+            raise RequestError(f"{source}: {domain} has {present} but no {absent}; expected {_EXPECTED}")
+    return domains
 
 
 def _read_domain(source: Path, name: str, parts: dict[str, Member]) -> _Domain:
@@ -99,8 +119,8 @@ def _read_domain(source: Path, name: str, parts: dict[str, Member]) -> _Domain:
         for row, record in _records(source, parts["labeled"]):
             if record.get("label") not in LABELS:
                 raise RequestError(
-                    f"{parts['labeled'][0]}: row {row}, column 'label': {record.get('label')!r} is not "
-                    f"{LABELS[0]!r} or {LABELS[1]!r}"
+                    f"{parts['labeled'][0]}: row {row}, column 'label': expected {LABELS[0]!r} or {LABELS[1]!r}, "
+                    f"got {record.get('label')!r}"
                 )
             if text := _clean(record.get("text")):
                 title = _clean(record.get("title"))
@@ -108,7 +128,7 @@ def _read_domain(source: Path, name: str, parts: dict[str, Member]) -> _Domain:
                 domain.labeled.append({"id": _id(record, name, text), "label": record["label"], "text": text, **rest})
             else:
                 domain.empty += 1
-        # Positive first, as everywhere; the order inside a class stays.
+        # Positive reviews first; the order within a class stays.
         domain.labeled.sort(key=lambda record: LABELS.index(record["label"]))
     if "unlabeled" in parts:
         _read_unlabeled(source, domain, parts["unlabeled"])
@@ -138,7 +158,7 @@ def _read_unlabeled(source: Path, domain: _Domain, member: Member) -> None:
                 kept["title"] = record["title"]
             domain.unlabeled.append(kept)
     if original:
-        # The original file is in the order of the crawl; by digest, a prefix is an unbiased sample.
+        # The original file is in the order of the crawl. Sorted by digest, every prefix is an unbiased sample.
         domain.unlabeled.sort(key=lambda record: hashlib.sha256(record["text"].encode()).digest())
 
 
@@ -159,39 +179,39 @@ def _records(source: Path, member: Member) -> Iterator[tuple[int, dict[str, Any]
 
 
 def _reviews(source: Path, member: Member) -> Iterator[dict[str, str]]:
-    """The reviews of a pseudo-XML file as {tag: raw text}; of a tag that comes twice, the first.
+    """Yield the reviews of a pseudo-XML file as {tag: raw text}; of a repeated tag, the first.
 
-    It is no XML: no root, no escaping that can be relied on, several encodings in one file. A review goes from <review> to
-    </review>, or to the next <review> where the end is missing.
+    The format is not XML: it has no root element, no reliable escaping, and several encodings in one file. A review extends
+    from <review> to </review>, or to the next <review> if the end is missing.
     """
     name, opener = member
-    found = False
+    empty = True
     with opener() as stream:
-        for piece in _pieces(stream, b"<review>"):
-            found = True
-            text = _decode(piece.split(b"</review>")[0])
+        for part in _split(stream, b"<review>"):
+            empty = False
+            text = _decode(part.split(b"</review>")[0])
             review: dict[str, str] = {}
             for match in re.finditer(r"<(\w+)>(.*?)(?:</\1>|\Z)", text, re.DOTALL):
                 review.setdefault(match[1], match[2])
             yield review
-    if not found:
-        hint = "it may be the processed form (word counts): the reviews themselves are in sorted_data_acl"
-        raise RequestError(f"{source}: {name}: no <review> in it; {hint}")
+    if empty:
+        hint = "if this is the processed release (word counts), give the folder sorted_data_acl instead"
+        raise RequestError(f"{source}: {name}: no <review> found; {hint}")
 
 
-def _pieces(stream: BinaryIO, mark: bytes) -> Iterator[bytes]:
-    """What follows each `mark` in a stream, up to the next."""
+def _split(stream: IO[bytes], mark: bytes) -> Iterator[bytes]:
+    """Yield the bytes after each `mark` in a stream, up to the next."""
     buffer = b""
     inside = False
     while True:
         block = stream.read(1 << 18)
-        # Looking again at what was looked at before would take quadratic time; the mark may straddle the border.
+        # Searching the whole buffer again would take quadratic time; the mark may straddle the border of two blocks.
         start = max(0, len(buffer) - len(mark))
         buffer += block
-        while (place := buffer.find(mark, start)) >= 0:
+        while (position := buffer.find(mark, start)) >= 0:
             if inside:
-                yield buffer[:place]
-            buffer, inside, start = buffer[place + len(mark) :], True, 0
+                yield buffer[:position]
+            buffer, inside, start = buffer[position + len(mark) :], True, 0
         if not inside:
             buffer = buffer[-len(mark) :]
         if not block:
@@ -213,7 +233,7 @@ def _rating(raw: str | None) -> int | float | None:
 
 
 def _single_byte(error: UnicodeError) -> tuple[str, int]:
-    """What is not UTF-8 was written with Windows' or the Latin alphabet's single bytes."""
+    """Decode bytes that are not UTF-8 as Windows-1252."""
     assert isinstance(error, UnicodeDecodeError)
     return error.object[error.start : error.end].decode("cp1252", "replace"), error.end
 
@@ -221,12 +241,12 @@ def _single_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("mtem-single-byte", _single_byte)
 
 
-def _decode(piece: bytes) -> str:
-    return piece.decode("utf-8", "mtem-single-byte")
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "mtem-single-byte")
 
 
 def _clean(raw: Any) -> str:
-    """Entities resolved, control characters (where a letter was lost) as U+FFFD, white space collapsed."""
+    """Resolve entities, replace control characters (lost letters) by U+FFFD, and collapse white space."""
     if not isinstance(raw, str):
         return ""
     text = _CONTROL.sub("\ufffd", html.unescape(raw))

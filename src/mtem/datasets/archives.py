@@ -1,4 +1,4 @@
-"""Data sets as they are published, in a folder or an archive: read where they lie, nothing is unpacked."""
+"""Files of a published data set, in a folder or an archive; archives are read without unpacking them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import IO
 
 from mtem.atomic import disk_errors
 from mtem.errors import RequestError, RunError
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
-Member = tuple[str, Callable[[], BinaryIO]]
+Member = tuple[str, Callable[[], IO[bytes]]]  # path, and a function that opens the file
 
 _ARCHIVES = ".tar.gz, .tgz, .tar.bz2, .tar.xz, .tar or .zip"
 _ERRORS = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
@@ -26,19 +27,32 @@ _ERRORS = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, l
 
 @contextlib.contextmanager
 def members(source: Path) -> Iterator[Iterator[Member]]:
-    """The files of a folder or an archive, hidden ones aside: the path of each and how to open it, in the order they lie there.
+    """Open a folder or an archive and yield an iterator over its files, without hidden ones.
 
-    Paths in a folder begin with the folder's own name; a file of JSON lines stands for itself. A compressed archive is fast
-    only if every file is opened when its turn comes. One with links, devices or paths that lead out of it is refused.
+    Parameters
+    ----------
+    source : Path
+        A folder, an archive, or a single file of JSON lines.
+
+    Yields
+    ------
+    iterator of Member
+        The path of each file and a function that opens it. Paths in a folder begin with the folder's own name. Compressed
+        archives are fast only if every file is opened before the next one is requested.
+
+    Raises
+    ------
+    RequestError
+        If the archive cannot be read, or has links, devices or paths that lead out of it.
     """
     if source.is_dir():
         yield _folder_members(source.resolve())
         return
     if source.name.endswith(JSON_LINES) and source.is_file():
-        yield iter([(source.name, lambda: source.open("rb"))])
+        yield iter([(source.name, partial(_open_file, source))])
         return
     if not source.exists():
-        raise RequestError(f"{source}: no such file or folder; give the data set's archive or its unpacked folder")
+        raise RequestError(f"{source}: no such file or folder; give the archive of the data set or its unpacked folder")
     try:
         if zipfile.is_zipfile(source):
             with zipfile.ZipFile(source) as archive:
@@ -63,7 +77,7 @@ def _folder_members(source: Path) -> Iterator[Member]:
         for name in sorted(names):
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
-                yield path.relative_to(source.parent).as_posix(), lambda path=path: path.open("rb")
+                yield path.relative_to(source.parent).as_posix(), partial(_open_file, path)
 
 
 def _zip_members(source: Path, archive: zipfile.ZipFile) -> Iterator[Member]:
@@ -72,7 +86,7 @@ def _zip_members(source: Path, archive: zipfile.ZipFile) -> Iterator[Member]:
         if (entry.external_attr >> 16) & 0o170000 == 0o120000:
             raise _refused(source, "a link", entry.filename)
         if not entry.is_dir() and not _hidden(path):
-            yield path.as_posix(), lambda entry=entry: archive.open(entry)
+            yield path.as_posix(), partial(archive.open, entry)
 
 
 def _tar_members(source: Path, tar: tarfile.TarFile) -> Iterator[Member]:
@@ -81,17 +95,27 @@ def _tar_members(source: Path, tar: tarfile.TarFile) -> Iterator[Member]:
         if entry.issym() or entry.islnk():
             raise _refused(source, "a link", entry.name)
         if entry.isfile() and not _hidden(path):
-            yield path.as_posix(), lambda entry=entry: tar.extractfile(entry)
+            yield path.as_posix(), partial(_open_entry, tar, entry)
         elif not entry.isfile() and not entry.isdir():
             raise _refused(source, "a device", entry.name)
-    # A damaged header, or the end of a file that was cut, looks like the end of the archive to tarfile; the end proper is a
-    # block of zeros. What follows is read for the checksum of the compression.
+    # tarfile takes a damaged header, or the end of a truncated file, for the end of the archive. The true end is a block of
+    # zeros. The rest is read so that the checksum of the compression is verified.
     assert tar.fileobj is not None
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise tarfile.ReadError(f"damaged or cut off at byte {tar.offset} of the unpacked archive")
+        raise tarfile.ReadError(f"damaged or truncated at byte {tar.offset} of the unpacked archive")
     while tar.fileobj.read(1 << 20):
         pass
+
+
+def _open_file(path: Path) -> IO[bytes]:
+    return path.open("rb")
+
+
+def _open_entry(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> IO[bytes]:
+    stream = tar.extractfile(entry)
+    assert stream is not None  # only regular files are opened
+    return stream
 
 
 def _inside(source: Path, name: str) -> PurePosixPath:
@@ -105,20 +129,20 @@ def _hidden(path: PurePosixPath) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _refused(source: Path, what: str, name: str) -> RequestError:
-    return RequestError(f"{source}: holds {what}, {name!r}; such archives are refused: pack plain files")
+def _refused(source: Path, content: str, name: str) -> RequestError:
+    return RequestError(f"{source}: contains {content}, {name!r}; such archives are refused: pack only regular files")
 
 
 def check_apart(source: Path, to: Path) -> None:
-    """Refuse to write into the folder the data comes from."""
+    """Raise a RequestError if the data would be written into the folder it is read from."""
     if to.resolve() in (source.resolve(), source.resolve().parent if source.name.endswith(JSON_LINES) else None):
-        raise RequestError(f"{to}: is also where the data comes from; name another folder to write to")
+        raise RequestError(f"{to}: is also the folder the data is read from; give another folder")
 
 
 def make_folder(to: Path) -> None:
-    """The folder to write to, made if need be."""
+    """Create the folder to write to, if it does not exist."""
     with disk_errors(to):
         try:
             to.mkdir(parents=True, exist_ok=True)
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            raise RequestError(f"{to}: cannot be made a folder ({error.strerror}); name another place") from None
+            raise RequestError(f"{to}: cannot be created as a folder ({error.strerror}); give another folder") from None

@@ -289,7 +289,7 @@ def _portions(corpus: Corpus) -> Iterator[list[Thread]]:
     trees: list[Thread] = []
     posts = 0
     for start in range(0, len(corpus), 256):
-        for tree in corpus.trees(range(start, min(start + 256, len(corpus)))):
+        for tree in corpus.threads(range(start, min(start + 256, len(corpus)))):
             trees.append(tree)
             posts += len(tree.texts)
             if posts >= _POSTS:

@@ -148,7 +148,7 @@ def test_original_form(tmp_path, form):
     assert lines[2].startswith(f"{tmp_path}/out/ottawashooting.jsonl.gz: 1 threads") and len(lines) == 3
     corpus = load_corpus(sorted((tmp_path / "out").iterdir()), labeled=True, cache=tmp_path / "cache")
     assert corpus.classes == ("non-rumour", "rumour") and corpus.domains == ["ferguson", "ottawashooting"]
-    assert corpus.trees([2]) == [Thread(["its own parent is not here", "tweet 501"], [-1, 0])]
+    assert corpus.threads([2]) == [Thread(["its own parent is not here", "tweet 501"], [-1, 0])]
     assert corpus.notices[0].startswith("ferguson.jsonl.gz: 2 replies have an unknown parent")
 
 
@@ -229,7 +229,7 @@ def test_repeated_and_circular_reactions(tmp_path):
     (tmp_path / "other").mkdir()
     refusal(as_folder(tmp_path / "other", other), tmp_path / "none", "rumours/10, tweet '11'", "twice")
     circle = thread("ferguson", "rumours", tweet(10), [tweet(11, 12), tweet(12, 11)])
-    refusal(as_zip(tmp_path, circle), tmp_path / "none", "rumours/10, node '11'", "circle")
+    refusal(as_zip(tmp_path, circle), tmp_path / "none", "rumours/10, post '11'", "circle")
 
 
 def test_a_parent_with_a_higher_number_still_comes_first(tmp_path):
@@ -301,7 +301,7 @@ def test_json_lines_are_put_into_the_form(tmp_path):
         ({"id": 1, "label": "rumour", "nodes": [{"text": "x"}]}, ["thread '1'", "no id"]),
         ({"id": 1, "label": "rumour", "nodes": [{"id": 1, "parent": 2}]}, ["thread '1'", "no source tweet"]),
         ({"id": 0, "label": "rumour", "nodes": [{"id": 0, "text": "x"}]}, ["row 1", "same source tweet '0'"]),
-        ([], ["not an object"]),
+        ([], ["expected an object"]),
     ],
 )
 def test_bad_json_lines_are_refused_by_row(tmp_path, record, words):
@@ -343,14 +343,14 @@ def test_links_and_devices_are_refused(tmp_path, kind, word):
         entry = tarfile.TarInfo(f"{TOP}/extra.json")
         entry.type, entry.linkname = kind, "/etc/passwd"
         new.addfile(entry)
-    refusal(tmp_path / "in.tar", tmp_path / "out", "in.tar", f"holds a {word}", "extra.json", "refused")
+    refusal(tmp_path / "in.tar", tmp_path / "out", "in.tar", f"contains a {word}", "extra.json", "refused")
     if word == "link":
         as_zip(tmp_path, original())
         with zipfile.ZipFile(tmp_path / "in.zip", "a") as archive:
             linked = zipfile.ZipInfo(f"{TOP}/extra.json")
             linked.external_attr = 0o120777 << 16
             archive.writestr(linked, "/etc/passwd")
-        refusal(tmp_path / "in.zip", tmp_path / "out", "in.zip", "holds a link", "extra.json", "refused")
+        refusal(tmp_path / "in.zip", tmp_path / "out", "in.zip", "contains a link", "extra.json", "refused")
 
 
 def test_an_archive_that_was_cut_is_not_taken_for_a_small_one(tmp_path):
@@ -401,7 +401,7 @@ def test_writing_into_the_source_is_refused(tmp_path):
         with pytest.raises(RequestError, match="another folder"):
             prepare(place, to)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RequestError, match="cannot be made a folder"):
+    with pytest.raises(RequestError, match="cannot be created as a folder"):
         prepare(source, tmp_path / "file")
 
 

@@ -1,4 +1,4 @@
-"""EncodedThreads as trees: any order in, every post after its parent out; what is mended, what is refused, and how both are told."""
+"""Threads: posts in any order in, every post after its parent out; repairs, refusals, and their messages."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtem.data.threads import Repairs, Thread, build, dump, ordered, parse, read, thread_of_row
+from mtem.data.threads import Repairs, Thread, build, dump, ordered, parse, read
 from tests.conftest import examples
 from tests.corpora import refusal
 
@@ -32,7 +32,7 @@ def depths(parents):
     return found
 
 
-# A tree over n posts in topological order, and a permutation of its positions.
+# A thread over n posts in topological order, and a permutation of its positions.
 shapes = st.integers(1, 12).flatmap(
     lambda n: st.tuples(st.tuples(*(st.integers(0, i - 1) for i in range(1, n))), st.permutations(range(n)))
 )
@@ -47,13 +47,13 @@ def test_any_order_becomes_a_tree_with_the_same_replies(shape):
     replies, permutation = shape
     parents = [-1, *replies]
     nodes = posts(parents)
-    tree, repairs = build([nodes[i] for i in permutation], "f: row 1")
-    assert tree.parents[0] == -1 and all(0 <= p < i for i, p in enumerate(tree.parents) if i)
-    assert sorted(tree.texts) == sorted(n["text"] for n in nodes) and repairs == Repairs()
+    thread, repairs = build([nodes[i] for i in permutation], "f: row 1")
+    assert thread.parents[0] == -1 and all(0 <= p < i for i, p in enumerate(thread.parents) if i)
+    assert sorted(thread.texts) == sorted(n["text"] for n in nodes) and repairs == Repairs()
     original = {n["text"]: (nodes[p]["text"] if p >= 0 else None) for n, p in zip(nodes, parents, strict=True)}
-    assert {t: tree.texts[p] if p >= 0 else None for t, p in zip(*tree, strict=True)} == original
+    assert {t: thread.texts[p] if p >= 0 else None for t, p in zip(*thread, strict=True)} == original
     depth = dict(zip((n["text"] for n in nodes), depths(parents), strict=True))
-    assert [depth[text] for text in tree.texts] == depths(tree.parents)
+    assert [depth[text] for text in thread.texts] == depths(thread.parents)
 
 
 @examples(100)
@@ -75,9 +75,9 @@ def test_order_changes_only_where_it_must(shape):
 def test_chains_of_any_length():
     count = 30_000
     chain = posts([-1, *range(count - 1)])
-    tree, _ = build(chain[::-1], "f: row 1")
-    assert tree.parents == list(range(-1, count - 1)) and tree.texts[-1] == f"post {count - 1}"
-    assert parse(dump(tree)) == tree
+    thread, _ = build(chain[::-1], "f: row 1")
+    assert thread.parents == list(range(-1, count - 1)) and thread.texts[-1] == f"post {count - 1}"
+    assert parse(dump(thread)) == thread
     chain[0]["parent"] = chain[-1]["id"]
     refusal(lambda: build(chain, "f: row 1"), "circle", "...")
 
@@ -112,57 +112,59 @@ def test_what_is_mended_is_counted_and_the_rest_stays(shape, data):
         if kind == "blank":
             nodes[i]["text"] = data.draw(st.sampled_from([None, "", " \n", "\0", float("nan")]))
     copies = [dict(nodes[i]) for i, kind in spoiled.items() if kind == "twice"]
-    tree, repairs = build(nodes + copies, "f: row 1, thread '1000'")
+    thread, repairs = build(nodes + copies, "f: row 1, thread '1000'")
     kinds = list(spoiled.values())
-    assert tree.parents == expected
-    assert tree.texts == [("" if spoiled.get(i) == "blank" else f"post {i}") for i in range(len(nodes))]
+    assert thread.parents == expected
+    assert thread.texts == [("" if spoiled.get(i) == "blank" else f"post {i}") for i in range(len(nodes))]
     assert repairs.unknown_parent == kinds.count("unknown") + kinds.count("marked")
     assert repairs.extra_root == kinds.count("root") and repairs.no_root == 0
     assert repairs.no_text == kinds.count("blank") and repairs.duplicate == kinds.count("twice")
     if "unknown" in kinds or "marked" in kinds:
         first = min(i for i, kind in spoiled.items() if kind in ("unknown", "marked"))
-        assert repairs.first["unknown_parent"] == f"f: row 1, thread '1000', node '{1000 + first}'"
+        assert repairs.first["unknown_parent"] == f"f: row 1, thread '1000', post '{1000 + first}'"
 
 
 def test_the_first_root_is_the_root_wherever_it_stands():
     nodes = [node("3", "2"), node("2"), node("1"), node("4", "gone")]
-    tree, repairs = build(nodes, "f")
-    assert tree == Thread(["text 2", "text 3", "text 1", "text 4"], [-1, 0, 0, 0])
+    thread, repairs = build(nodes, "f")
+    assert thread == Thread(["text 2", "text 3", "text 1", "text 4"], [-1, 0, 0, 0])
     assert (repairs.extra_root, repairs.unknown_parent) == (1, 1)
 
 
 def test_an_orphan_is_no_root_if_there_is_another():
-    tree, repairs = build([node("2", orphan=True), node("1")], "f")
-    assert tree == Thread(["text 1", "text 2"], [-1, 0]) and repairs.unknown_parent == 1 and repairs.extra_root == 0
+    thread, repairs = build([node("2", orphan=True), node("1")], "f")
+    assert thread == Thread(["text 1", "text 2"], [-1, 0]) and repairs.unknown_parent == 1 and repairs.extra_root == 0
 
 
 def test_a_root_that_replies_to_something_outside():
-    tree, repairs = build([node("2", "1"), node("1", "0"), node("3", "0")], "f")
-    assert tree == Thread(["text 1", "text 2", "text 3"], [-1, 0, 0])
-    assert (repairs.no_root, repairs.unknown_parent) == (1, 1) and repairs.first["no_root"] == "f, node '1'"
+    thread, repairs = build([node("2", "1"), node("1", "0"), node("3", "0")], "f")
+    assert thread == Thread(["text 1", "text 2", "text 3"], [-1, 0, 0])
+    assert (repairs.no_root, repairs.unknown_parent) == (1, 1) and repairs.first["no_root"] == "f, post '1'"
     assert build([{"text": "x", "parent": "0", "orphan": True}], "f")[1].no_root == 1
 
 
 def test_a_root_without_text_stays():
-    tree, repairs = build([{"id": 1}, node(2, 1)], "f")
-    assert tree == Thread(["", "text 2"], [-1, 0]) and repairs.no_text == 1 and not tree.blank
+    thread, repairs = build([{"id": 1}, node(2, 1)], "f")
+    assert thread == Thread(["", "text 2"], [-1, 0]) and repairs.no_text == 1 and not thread.blank
     assert build([{"id": 1}, {"id": 2, "parent": 1}], "f")[0].blank
 
 
 def test_odd_texts():
-    tree, _ = build([node(1, text="half \ud800 of a pair"), node(2, 1, 12), node(3, 1, b"caf\xc3\xa9"), node(4, 1, "nu\0l")], "f")
-    assert tree.texts == ["half \ufffd of a pair", "12", "café", "nul"]
+    thread, _ = build(
+        [node(1, text="half \ud800 of a pair"), node(2, 1, 12), node(3, 1, b"caf\xc3\xa9"), node(4, 1, "nu\0l")], "f"
+    )
+    assert thread.texts == ["half \ufffd of a pair", "12", "café", "nul"]
 
 
 def test_repairs_add_up_and_are_told_in_one_line_each():
-    one = Repairs(no_text=1, duplicate=2, first={"no_text": "a.jsonl: row 1, node '1'", "duplicate": "a.jsonl: row 1, node '2'"})
-    two = Repairs(no_text=1, unknown_parent=1, first={"no_text": "later", "unknown_parent": "a.jsonl: row 2, node '3'"})
+    one = Repairs(no_text=1, duplicate=2, first={"no_text": "a.jsonl: row 1, post '1'", "duplicate": "a.jsonl: row 1, post '2'"})
+    two = Repairs(no_text=1, unknown_parent=1, first={"no_text": "later", "unknown_parent": "a.jsonl: row 2, post '3'"})
     both = Repairs() + one + two
     assert (both.no_text, both.duplicate, both.unknown_parent, both.extra_root) == (2, 2, 1, 0)
-    assert both.notices(inside="a.jsonl") == [
-        "1 reply has an unknown parent and hangs from the root (first: row 2, node '3')",
-        "2 posts have no text (first: row 1, node '1')",
-        "2 repeated posts dropped (first: row 1, node '2')",
+    assert both.notices(file="a.jsonl") == [
+        "1 reply has an unknown parent and is attached to the root (first: row 2, post '3')",
+        "2 posts have no text (first: row 1, post '1')",
+        "2 repeated posts dropped (first: row 1, post '2')",
     ]
     several = Repairs(2, 1, 2, 2, 1, dict.fromkeys(["unknown_parent", "no_text", "extra_root", "no_root", "duplicate"], "x"))
     assert len(several.notices()) == 5 and "2 threads have no post without parent" in several.notices()[3]
@@ -178,19 +180,19 @@ def test_repairs_add_up_and_are_told_in_one_line_each():
         ([], ["thread is empty"]),
         ("nodes", ["str", "list"]),
         ({"id": 1}, ["dict", "list"]),
-        ([node(1), "text"], ["node 2 of 2", "str", "object"]),
-        ([node(1), {"parent": 1, "text": "x"}], ["node 2 of 2", "no id"]),
-        ([node(1), node(" ", 1)], ["node 2 of 2", "no id"]),
-        ([node(1), node(2.0, 1)], ["node 2 of 2", "float"]),
-        ([node(1), node(2, 1.5e17)], ["node '2'", "parent", "float"]),
+        ([node(1), "text"], ["post 2 of 2", "str", "object"]),
+        ([node(1), {"parent": 1, "text": "x"}], ["post 2 of 2", "no id"]),
+        ([node(1), node(" ", 1)], ["post 2 of 2", "no id"]),
+        ([node(1), node(2.0, 1)], ["post 2 of 2", "float"]),
+        ([node(1), node(2, 1.5e17)], ["post '2'", "parent", "float"]),
         ([node(1), node(True, 1)], ["bool"]),
-        ([node(1), node(2, 1, ["x"])], ["node '2'", "text", "list"]),
-        ([node(1), node(2, 1, b"\xff")], ["node '2'", "UTF-8"]),
-        ([node(1), node(2, 1), node("2", 1, "other")], ["node '2'", "twice", "texts"]),
-        ([node(1), node(2, 1), node(2)], ["node '2'", "twice", "parents"]),
-        ([node(1), node(2, 2)], ["node '2'", "itself"]),
-        ([node(1, 1)], ["node '1'", "itself"]),
-        ([node(0), node(4, 3), node(1, 2), node(2, 3), node(3, 1)], ["node '3'", "circle ('3' to '1' to '2' to '3')"]),
+        ([node(1), node(2, 1, ["x"])], ["post '2'", "text", "list"]),
+        ([node(1), node(2, 1, b"\xff")], ["post '2'", "UTF-8"]),
+        ([node(1), node(2, 1), node("2", 1, "other")], ["post '2'", "twice", "texts"]),
+        ([node(1), node(2, 1), node(2)], ["post '2'", "twice", "parents"]),
+        ([node(1), node(2, 2)], ["post '2'", "itself"]),
+        ([node(1, 1)], ["post '1'", "itself"]),
+        ([node(0), node(4, 3), node(1, 2), node(2, 3), node(3, 1)], ["post '3'", "circle ('3' to '1' to '2' to '3')"]),
         ([node(1, 2), node(2, 1)], ["circle ('1' to '2' to '1')"]),
     ],
 )
@@ -204,35 +206,35 @@ def test_refused_by_place_and_reason(nodes, words):
 @examples(100)
 @given(texts=st.lists(st.text(), min_size=1, max_size=6), data=st.data())
 def test_dump_and_parse(texts, data):
-    tree = Thread(texts, [-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, len(texts)))])
-    string = dump(tree)
-    assert parse(string) == tree
-    assert json.loads(string) == [[p, t] for t, p in zip(*tree, strict=True)]
+    thread = Thread(texts, [-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, len(texts)))])
+    string = dump(thread)
+    assert parse(string) == thread
+    assert json.loads(string) == [[p, t] for t, p in zip(*thread, strict=True)]
     assert dump(Thread(["é"], [-1])) == '[[-1,"é"]]'
 
 
 def test_rows():
     nodes = [node("1"), node("2", "1")]
-    tree = Thread(["text 1", "text 2"], [-1, 0])
-    for form in (nodes, tuple(nodes), np.array(nodes, object), json.dumps(nodes), json.dumps(nodes).encode(), tree):
-        assert thread_of_row({"id": 1, "nodes": form, "text": "ignored"}, "f: row 2") == tree
-    assert read({"nodes": [*nodes, node(3, 9)]}, "f: row 2")[1].first == {"unknown_parent": "f: row 2, node '3'"}
+    thread = Thread(["text 1", "text 2"], [-1, 0])
+    for form in (nodes, tuple(nodes), np.array(nodes, object), json.dumps(nodes), json.dumps(nodes).encode(), thread):
+        assert read({"id": 1, "nodes": form, "text": "ignored"}, "f: row 2")[0] == thread
+    assert read({"nodes": [*nodes, node(3, 9)]}, "f: row 2")[1].first == {"unknown_parent": "f: row 2, post '3'"}
     for absent in ({}, {"nodes": None}, {"nodes": float("nan")}, {"nodes": " "}):
-        refusal(lambda absent=absent: thread_of_row({"id": 1, **absent}, "f: row 2"), "f: row 2, thread '1'", "no 'nodes'")
-    refusal(lambda: thread_of_row({"nodes": "words"}, "f: row 2"), "f: row 2", "JSON")
-    refusal(lambda: thread_of_row({"nodes": []}, "f: row 2"), "f: row 2", "empty")
+        refusal(lambda absent=absent: read({"id": 1, **absent}, "f: row 2"), "f: row 2, thread '1'", "no 'nodes'")
+    refusal(lambda: read({"nodes": "words"}, "f: row 2"), "f: row 2", "JSON")
+    refusal(lambda: read({"nodes": []}, "f: row 2"), "f: row 2", "empty")
 
 
 @pytest.mark.parametrize(
-    "tree, words",
+    "thread, words",
     [
         (Thread([], []), "empty"),
-        (Thread(["a"], [0]), "node 0"),
+        (Thread(["a"], [0]), "post 0"),
         (Thread(["a", "b"], [-1]), "2 texts but 1 parents"),
-        (Thread(["a", "b"], [-1, 1]), "node 1"),
-        (Thread(["a", "b"], [-1, -1]), "node 1"),
+        (Thread(["a", "b"], [-1, 1]), "post 1"),
+        (Thread(["a", "b"], [-1, -1]), "post 1"),
         (Thread(["a", ["b"]], [-1, 0]), "list"),
     ],
 )
-def test_trees_made_by_hand_are_checked(tree, words):
-    refusal(lambda: thread_of_row({"nodes": tree}, "f: row 2"), "f: row 2", words)
+def test_threads_made_by_hand_are_checked(thread, words):
+    refusal(lambda: read({"nodes": thread}, "f: row 2"), "f: row 2", words)

@@ -99,17 +99,17 @@ def threads(count, word="post"):
 
 def test_threads_are_selected_like_texts(own_cache, monkeypatch):
     corpus = load_corpus((threads(5), ["x", "y", "x", "y", "x"]), labeled=True)
-    assert corpus.threaded and corpus.trees() == threads(5) and corpus.trees([]) == []
-    assert corpus.trees([3, 1, 3]) == [threads(5)[i] for i in (3, 1, 3)] and "5 threads" in repr(corpus)
+    assert corpus.threaded and corpus.threads() == threads(5) and corpus.threads([]) == []
+    assert corpus.threads([3, 1, 3]) == [threads(5)[i] for i in (3, 1, 3)] and "5 threads" in repr(corpus)
     chosen = corpus.select([3, 1, 3])
-    assert chosen.trees() == corpus.trees([3, 1, 3]) and chosen.texts() == ["post 3", "post 1", "post 3"]
-    assert chosen.select([2]).trees() == [threads(5)[3]] and chosen.labels() == ["y", "y", "y"]
+    assert chosen.threads() == corpus.threads([3, 1, 3]) and chosen.texts() == ["post 3", "post 1", "post 3"]
+    assert chosen.select([2]).threads() == [threads(5)[3]] and chosen.labels() == ["y", "y", "y"]
     hidden = chosen.unlabeled()
-    assert hidden.trees() == chosen.trees() and not hidden.labeled and hidden.fingerprint != chosen.fingerprint
+    assert hidden.threads() == chosen.threads() and not hidden.labeled and hidden.fingerprint != chosen.fingerprint
     with pytest.raises(IndexError):
-        corpus.trees([5])
+        corpus.threads([5])
     monkeypatch.setattr("mtem.data.corpus._IN_MEMORY", 0)
-    assert corpus.select([3, 1, 3]).trees() == chosen.trees()
+    assert corpus.select([3, 1, 3]).threads() == chosen.threads()
     assert len(list((own_cache / "corpora").iterdir())) == 1  # on disk, and read from there
 
 
@@ -117,18 +117,18 @@ def test_a_long_tree_goes_to_disk_however_short_its_root(own_cache, monkeypatch)
     long = Thread(["root", "reply " * 1000], [-1, 0])
     corpus = load_corpus([long, long], labeled=False)
     monkeypatch.setattr("mtem.data.corpus._IN_MEMORY", 5000)
-    assert corpus.select([1]).trees() == [long] and len(list((own_cache / "corpora").iterdir())) == 1
+    assert corpus.select([1]).threads() == [long] and len(list((own_cache / "corpora").iterdir())) == 1
 
 
 def test_texts_among_threads_are_threads_without_replies(own_cache, monkeypatch):
     plain, threaded = load_corpus(["a", 'b "quoted"'], labeled=False), load_corpus(threads(3), labeled=False)
     single = [Thread(["a"], [-1]), Thread(['b "quoted"'], [-1])]
-    assert not plain.threaded and plain.trees() == single and plain.trees([1]) == single[1:]
+    assert not plain.threaded and plain.threads() == single and plain.threads([1]) == single[1:]
     for where in ("memory", "disk"):
         for parts, trees in (([plain, threaded], single + threads(3)), ([threaded, plain], threads(3) + single)):
             both = Corpus.concatenate(parts)
-            assert both.threaded and both.trees() == trees and both.texts() == [tree.texts[0] for tree in trees], where
-            assert both.trees([4, 0]) == [trees[4], trees[0]] and both.select([4, 1]).trees() == [trees[4], trees[1]]
+            assert both.threaded and both.threads() == trees and both.texts() == [tree.texts[0] for tree in trees], where
+            assert both.threads([4, 0]) == [trees[4], trees[0]] and both.select([4, 1]).threads() == [trees[4], trees[1]]
             assert both.domains == [part.domains[0] for part in parts] and both.where(4).startswith(parts[1].name)
         monkeypatch.setattr("mtem.data.corpus._IN_MEMORY", 0)
     assert not Corpus.concatenate([plain, plain]).threaded
@@ -141,4 +141,4 @@ def test_columns_may_be_cut_into_different_chunks():
     table = corpus.table
     cut = pa.chunked_array([table.column("tree").slice(0, 4).combine_chunks(), table.column("tree").slice(4).combine_chunks()])
     other = Corpus(table.set_column(1, "tree", cut), corpus.name, corpus.fingerprint, files=corpus.files)
-    assert other.trees([5, 0, 4, 3]) == [threads(6)[i] for i in (5, 0, 4, 3)] and other.texts([5]) == ["post 5"]
+    assert other.threads([5, 0, 4, 3]) == [threads(6)[i] for i in (5, 0, 4, 3)] and other.texts([5]) == ["post 5"]

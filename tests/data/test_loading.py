@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 
 from mtem.data.corpus import check_source, check_target
-from mtem.data.loading import example_column, find_column, load_corpus
+from mtem.data.loading import load_corpus
+from mtem.data.records import find_column, find_file_columns
 from mtem.data.splits import hold_out
 from mtem.data.threads import Thread
 from mtem.datasets.sample import sample_path
@@ -71,7 +72,7 @@ def test_frames_lists_and_pairs():
     assert load_corpus((["one", "two"], np.array([1, 0])), labeled=True).labels() == ["1", "0"]
     assert load_corpus({"a": ["one"], "b": pd.Series(["two"])}, labeled=False).domains == ["a", "b"]
     assert "ignored" in load_corpus((["one"], [1]), labeled=False).notices[0]
-    refusal(lambda: load_corpus(["one", "two"], labeled=True), "labels are wanted")
+    refusal(lambda: load_corpus(["one", "two"], labeled=True), "expected labels")
     refusal(lambda: load_corpus((["one", "two"], [1]), labeled=True), "2 texts but 1 labels")
     refusal(lambda: load_corpus([("one", "good")], labeled=False), "row 0", "tuple")
     refusal(lambda: load_corpus([], labeled=False), "empty")
@@ -173,7 +174,7 @@ def test_repeated_texts_are_kept_and_counted(tmp_path):
     )
 
 
-# EncodedThreads
+# Threads
 
 
 def thread(number, replies=2, label=True, **more):
@@ -192,7 +193,7 @@ def test_threads_in_every_format_give_the_same_corpus(tmp_path, extension):
     rows = [thread(i, replies=i, text="not this") for i in range(4)]
     path = table(tmp_path, f"event{extension}", rows)
     corpus = load_corpus(path, labeled=True)
-    assert corpus.threaded and corpus.trees() == [tree(i, i) for i in range(4)]
+    assert corpus.threaded and corpus.threads() == [tree(i, i) for i in range(4)]
     assert corpus.texts() == [f"root {i}" for i in range(4)] and corpus.labels() == ["no", "yes", "no", "yes"]
     assert corpus.domains == ["event"] and corpus.notices == () and corpus.files[0]["text_column"] == "nodes"
     first = 2 if extension == ".csv" else 1
@@ -204,7 +205,7 @@ def test_threads_in_every_format_give_the_same_corpus(tmp_path, extension):
 def test_threads_as_json_in_a_column(tmp_path):
     rows = [{"nodes": json.dumps(thread(i)["nodes"]), "topic": "x"} for i in range(2)]
     corpus = load_corpus(table(tmp_path, "a.parquet", rows), labeled=True)
-    assert corpus.trees() == [tree(0), tree(1)] and corpus.labels() == ["x", "x"]
+    assert corpus.threads() == [tree(0), tree(1)] and corpus.labels() == ["x", "x"]
     refusal(lambda: load_corpus(table(tmp_path, "b.csv", [*rows, {"nodes": "[", "topic": "x"}]), labeled=True), "row 4", "JSON")
 
 
@@ -214,9 +215,9 @@ def test_threads_in_lists_frames_and_pairs():
     bare = [{"nodes": row["nodes"]} for row in rows]
     for data in (rows, frame, (bare, ["no", "yes"]), ([tree(0), tree(1)], np.array(["no", "yes"]))):
         corpus = load_corpus(data, labeled=True)
-        assert corpus.trees() == [tree(0), tree(1)] and corpus.labels() == ["no", "yes"], data
-    assert load_corpus([tree(0), tree(1)], labeled=False).trees() == load_corpus(bare, labeled=False).trees()
-    assert load_corpus(tree(1), labeled=False).trees() == [tree(1)]
+        assert corpus.threads() == [tree(0), tree(1)] and corpus.labels() == ["no", "yes"], data
+    assert load_corpus([tree(0), tree(1)], labeled=False).threads() == load_corpus(bare, labeled=False).threads()
+    assert load_corpus(tree(1), labeled=False).threads() == [tree(1)]
     assert load_corpus(rows, labeled=True, label_column="id").labels() == ["0", "1"]
     assert load_corpus((rows, ["a", "b"]), labeled=True, label_column="id").labels() == ["a", "b"]
     assert load_corpus({"a": [tree(0)], "b": [thread(1)]}, labeled=False).domains == ["a", "b"]
@@ -233,7 +234,7 @@ def test_threads_in_lists_frames_and_pairs():
 def test_threads_in_hugging_face_datasets():
     datasets = pytest.importorskip("datasets")
     corpus = load_corpus(datasets.Dataset.from_list([thread(0, 1), thread(1, 3)]), labeled=True)
-    assert corpus.trees() == [tree(0, 1), tree(1, 3)] and corpus.labels() == ["no", "yes"]
+    assert corpus.threads() == [tree(0, 1), tree(1, 3)] and corpus.labels() == ["no", "yes"]
 
 
 def test_a_named_text_column_makes_texts_of_threads(tmp_path):
@@ -241,7 +242,8 @@ def test_a_named_text_column_makes_texts_of_threads(tmp_path):
     corpus = load_corpus(path, labeled=True, text_column="summary")
     assert not corpus.threaded and corpus.texts() == ["about 0", "about 1", "about 2"]
     assert load_corpus(path, labeled=True).threaded  # not what was just put into the cache
-    assert example_column(path) == ("nodes", True) and example_column(path, "Summary") == ("summary", False)
+    assert find_file_columns(path)[:3] == ("nodes", "label", True)
+    assert find_file_columns(path, text_column="Summary")[:3] == ("summary", "label", False)
     refusal(lambda: load_corpus(path, labeled=True, text_column="none"), "'none'", "'nodes'")
     counts = table(tmp_path, "b.csv", [{"nodes": "12", "text": "x"}, {"nodes": "[13]", "text": "y"}])
     assert load_corpus(counts, labeled=False).texts() == ["x", "y"]
@@ -262,7 +264,7 @@ def test_bad_threads_name_file_row_thread_and_node(tmp_path, own_cache):
     circle = thread(1)
     circle["nodes"][1]["parent"] = "12"
     refusal(lambda: load_corpus(table(tmp_path, "a.jsonl", [thread(0), circle]), labeled=True),
-            "a.jsonl: row 2, thread '1', node '11'", "circle")  # fmt: skip
+            "a.jsonl: row 2, thread '1', post '11'", "circle")  # fmt: skip
     refusal(lambda: load_corpus(table(tmp_path, "b.jsonl", [thread(0), thread(1, nodes=[])]), labeled=True),
             "b.jsonl: row 2, thread '1'", "empty")  # fmt: skip
     refusal(lambda: load_corpus(table(tmp_path, "c.jsonl", [thread(0), thread(1, label="")]), labeled=True),
@@ -286,14 +288,14 @@ def test_repaired_threads_are_told_per_file(tmp_path):
     for _ in range(2):  # the second time from the cache
         corpus = load_corpus(path, labeled=True)
         assert corpus.rows.tolist() == [1, 2, 3, 5, 6]
-        assert corpus.trees([1, 2]) == [
+        assert corpus.threads([1, 2]) == [
             Thread(tree(1).texts, [-1, 0, 1]),
             Thread(["root 2", "", "reply 1 to 2"], [-1, 0, 0]),
         ]
         assert corpus.notices == (
             "a.jsonl: 1 empty thread dropped (first: row 4)",
-            "a.jsonl: 2 replies have an unknown parent and hang from the root (first: row 2, thread '1', node '11')",
-            "a.jsonl: 1 post has no text (first: row 3, thread '2', node '21')",
+            "a.jsonl: 2 replies have an unknown parent and are attached to the root (first: row 2, thread '1', post '11')",
+            "a.jsonl: 1 post has no text (first: row 3, thread '2', post '21')",
             "a.jsonl: 1 repeated root text kept (first: rows 2 and 6)",
         )
     blank = table(tmp_path, "b.jsonl", [rows[3]])
@@ -325,7 +327,7 @@ def test_second_load_of_threads_reuses_the_file(tmp_path, own_cache, monkeypatch
     monkeypatch.setattr("mtem.data.threads.build", lambda *_: pytest.fail("read again"))
     second = load_corpus(path, labeled=True)
     assert (before.st_ino, before.st_mtime_ns) == (stored.stat().st_ino, stored.stat().st_mtime_ns)
-    assert second.trees() == first.trees() == [tree(0), tree(1)] and second.fingerprint == first.fingerprint
+    assert second.threads() == first.threads() == [tree(0), tree(1)] and second.fingerprint == first.fingerprint
 
 
 def test_repeated_roots_are_held_out_together():
@@ -336,7 +338,7 @@ def test_repeated_roots_are_held_out_together():
     train, held = hold_out(corpus, corpus.classes, 0.3, seed=1)
     assert len(held) and not {i - i % 4 for i in held if i % 2 == 0} & {i - i % 4 for i in train if i % 2 == 0}
     chosen = corpus.select(held)
-    assert chosen.trees() == corpus.trees(held) and chosen.threaded
+    assert chosen.threads() == corpus.threads(held) and chosen.threaded
 
 
 # The cache

@@ -1,8 +1,6 @@
-"""What was read is told file by file, and what looks unmeant between files: labels and columns."""
+"""The summary of files, and warnings about labels and columns that differ between them."""
 
 from __future__ import annotations
-
-import json
 
 import pandas as pd
 import pytest
@@ -69,25 +67,25 @@ def test_a_selection_is_counted_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        (["0", "1"], ["books.csv: 'negative', 'positive'; dvd.csv: '0', '1'", "4 classes together", "mean the same alike"]),
-        (["negative", "neutral"], ["'negative', 'neutral'", "3 classes together", "is that meant?"]),
+        (["0", "1"], ["books.csv: 'negative', 'positive'; dvd.csv: '0', '1'", "4 classes in all", "same meaning the same"]),
+        (["negative", "neutral"], ["'negative', 'neutral'", "3 classes in all", "check that this is intended"]),
     ],
 )
 def test_other_labels_in_another_file(tmp_path, labels, words):
     books = table(tmp_path, "books.csv", numbered(4), ["negative", "positive"] * 2)
     dvd = table(tmp_path, "dvd.csv", numbered(4, "dvd"), labels * 2)
-    (notice,) = summary.warnings(load_corpus([books, dvd], labeled=True))
-    assert all(word in notice for word in words), notice
+    (warning,) = summary.warnings(load_corpus([books, dvd], labeled=True))
+    assert all(word in warning for word in words), warning
     assert summary.warnings(load_corpus([books, dvd], labeled=False)) == []
 
 
 def test_labels_that_differ_in_their_spelling_only(tmp_path):
     books = table(tmp_path, "books.csv", numbered(4), ["negative", "very positive"] * 2)
     dvd = table(tmp_path, "dvd.csv", numbered(4, "dvd"), ["Negative", "very_positive"] * 2)
-    found = summary.warnings(load_corpus([books, dvd], labeled=True))
-    assert "'Negative' (dvd.csv) and 'negative' (books.csv)" in found[0] and "only in how they are written" in found[0]
-    assert "'very positive' (books.csv) and 'very_positive' (dvd.csv)" in found[1] and len(found) == 2
-    assert found[1].endswith("write them alike if they are one")
+    warnings = summary.warnings(load_corpus([books, dvd], labeled=True))
+    assert "'Negative' (dvd.csv) and 'negative' (books.csv)" in warnings[0] and "only in spelling" in warnings[0]
+    assert "'very positive' (books.csv) and 'very_positive' (dvd.csv)" in warnings[1] and len(warnings) == 2
+    assert warnings[1].endswith("spell them the same if they are one class")
     # inside one file as well
     one = table(tmp_path, "one.csv", numbered(4), ["Good", "good", "bad", "bad"])
     assert len(summary.warnings(load_corpus(one, labeled=True))) == 1
@@ -108,42 +106,12 @@ def test_other_columns_in_another_file(tmp_path):
     books = table(tmp_path, "books.csv", numbered(4), ["n", "p"] * 2, text="review", label="sentiment")
     dvd = table(tmp_path, "dvd.csv", numbered(4, "dvd"), ["n", "p"] * 2)
     other = table(tmp_path, "other.csv", numbered(4, "other"), ["n", "p"] * 2, text="Text")
-    found = summary.warnings(load_corpus([books, dvd, other], labeled=True))
-    assert "text column differs" in found[0] and "books.csv uses 'review', dvd.csv, other.csv use 'text'" in found[0]
-    assert "label column differs" in found[1] and "books.csv uses 'sentiment'" in found[1] and len(found) == 2
+    warnings = summary.warnings(load_corpus([books, dvd, other], labeled=True))
+    assert "text column differs" in warnings[0] and "books.csv uses 'review', dvd.csv, other.csv use 'text'" in warnings[0]
+    assert "label column differs" in warnings[1] and "books.csv uses 'sentiment'" in warnings[1] and len(warnings) == 2
 
 
 def test_lists_of_corpora_without_files_are_no_trouble():
     corpus = load_corpus((["a", "b", "c", "d"], [0, 1, 0, 1]), labeled=True, name="source")
     assert summary.describe_files(corpus) == ["source: 4 texts (column 'text'), labels (column 'label'): '0' 2, '1' 2"]
     assert summary.warnings(corpus) == []
-
-
-def test_cells_are_read_alike_by_adapt_and_predict(tmp_path):
-    from mtem.inference import predict_file
-    from mtem.models.trees.model import BigcnSettings, TreeModel
-
-    model = TreeModel.create(("a", "b"), [load_corpus(["some words"], labeled=False)], BigcnSettings(hidden=4))
-    pd.DataFrame({"text": [["a", "b"], ["c"]]}).to_parquet(tmp_path / "lists.parquet")
-    (tmp_path / "lists.jsonl").write_text('{"text": "fine"}\n{"text": ["a", "b"]}\n')
-    (tmp_path / "objects.jsonl").write_text('{"text": {"a": 1}}\n')
-    (tmp_path / "mixed.jsonl").write_text('{"text": "a"}\n' + json.dumps({"text": "b", "nodes": make_threads(1, 1)[0]["nodes"]}))
-    pd.DataFrame({"text": [b"good", b"caf\xe9"]}).to_parquet(tmp_path / "bytes.parquet")
-    for name in ("lists.parquet", "lists.jsonl", "objects.jsonl", "mixed.jsonl", "bytes.parquet"):
-        messages = []
-        for read in (
-            lambda path: load_corpus(path, labeled=False),
-            lambda path: predict_file(model, path, tmp_path / "out.csv"),
-        ):
-            with pytest.raises(RequestError) as caught:
-                read(str(tmp_path / name))
-            messages.append(str(caught.value))
-        assert messages[0] == messages[1] and f"{name}: row " in messages[0], messages
-        assert not (tmp_path / "out.csv").exists()
-    assert "row 1, column 'text': is a dict, not a text; name another column with --text-column" in str(_refused(tmp_path))
-
-
-def _refused(place):
-    with pytest.raises(RequestError) as caught:
-        load_corpus(str(place / "objects.jsonl"), labeled=False)
-    return caught.value

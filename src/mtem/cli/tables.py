@@ -1,0 +1,74 @@
+"""Tables on the console."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mtem.metrics import Metrics
+
+NAME_WIDTH = 24  # of a class in a table
+
+
+def print_metrics(metrics: Metrics, console: Console, unit: str = "texts") -> None:
+    """Print a headline, the metrics of each class and the confusion matrix.
+
+    Parameters
+    ----------
+    metrics : Metrics
+        As `mtem.metrics.evaluate` returns them.
+    console : rich.console.Console
+        Where to print.
+    unit : str
+        What the examples are called.
+
+    Notes
+    -----
+    The columns of the matrix are headed by class names if they fit the console, otherwise by class numbers; if these do not fit
+    either, the matrix continues below.
+    """
+    headline = f"accuracy {metrics.accuracy:.4f}   macro-F1 {metrics.macro_f1:.4f}"
+    if metrics.log_loss is not None:
+        headline += f"   log loss {metrics.log_loss:.4f}   calibration error {metrics.calibration_error:.4f}"
+    console.print(Text(f"{headline}   {metrics.n} {unit}", style="bold"))
+
+    names = [_shortened(each.name) for each in metrics.per_class]
+    table = Table(box=None, pad_edge=False)
+    for column in ("class", "precision", "recall", "F1", "F1 if all", "avg precision", unit):
+        table.add_column(column, justify="left" if column == "class" else "right", no_wrap=True)
+    for name, each in zip(names, metrics.per_class, strict=True):
+        figures = (f"{figure:.4f}" for figure in (each.precision, each.recall, each.f1))
+        ranked = "" if each.average_precision is None else f"{each.average_precision:.4f}"
+        table.add_row(Text(name), *figures, f"{each.trivial_f1:.4f}", ranked, str(each.support))
+    console.print()
+    console.print(table)
+    console.print(Text(f"F1 if all: F1 of predicting this class for all {unit}", style="dim"))
+
+    cells = [[str(count) if count else "·" for count in row] for row in metrics.confusion.tolist()]
+    digits = max(len(cell) for row in cells for cell in row)
+    heads, rows = names, names
+    first = max(map(len, names))
+    if first + sum(2 + max(digits, len(name)) for name in names) > console.width:
+        heads = [str(k + 1) for k in range(len(names))]
+        rows = [f"{k + 1:>{len(heads[-1])}} {name}" for k, name in enumerate(names)]
+        first = max(map(len, rows))
+        digits = max(digits, len(heads[-1]))
+        fitting = max(1, (console.width - first) // (2 + digits))
+    else:
+        fitting = len(names)
+    console.print("\nconfusion: rows true, columns predicted")
+    for start in range(0, len(names), fitting):
+        shown = range(start, min(start + fitting, len(names)))
+        table = Table(box=None, pad_edge=False)
+        table.add_column("", no_wrap=True, min_width=first)
+        for k in shown:
+            table.add_column(Text(heads[k]), justify="right", no_wrap=True, min_width=digits)
+        for k, row in enumerate(rows):
+            table.add_row(Text(row), *(Text(cells[k][j], style="bold" if j == k else "") for j in shown))
+        console.print(table)
+
+
+def _shortened(name: str) -> str:
+    """Cut the middle out of a long name: names often differ at their ends."""
+    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH // 2] + "…" + name[1 - NAME_WIDTH // 2 :]
