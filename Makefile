@@ -73,6 +73,7 @@ docs: $(DOCS_READY)
 
 wheel:
 	@echo "== building the package into dist/"
+	@rm -rf build  # setuptools would pack modules that no longer exist
 	@$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
