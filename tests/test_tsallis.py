@@ -251,11 +251,13 @@ def test_the_gibbs_entropy_is_the_entropy_at_index_1() -> None:
 
 
 def test_shape_errors_tell_both_shapes() -> None:
-    with pytest.raises(ValueError, match=r"expected log_probs \[N, K\] and labels \[N\], got log_probs \[4, 2\] and labels \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"expected log_probs \[N, K\] and labels \[N\], got log_probs \[4, 2\] and labels \[3\]"
+    ):
         tsallis.loss(torch.zeros(4, 2), torch.zeros(3, dtype=torch.long), 2.0)
-    with pytest.raises(ValueError, match=r"index: expected one number or shape \[4\], one per row of log_probs, got shape \[3\]"):
+    with pytest.raises(ValueError, match=r"index: expected one number or one per row of log_probs, shape \[4\], got shape \[3\]"):
         tsallis.loss(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long), torch.full((3,), 2.0))
-    with pytest.raises(ValueError, match=r"index: expected one number or shape \[4\], one per row of probs, got shape \[2\]"):
+    with pytest.raises(ValueError, match=r"index: expected one number or one per row of probs, shape \[4\], got shape \[2\]"):
         tsallis.entropy(torch.full((4, 2), 0.5), torch.full((2,), 2.0))
     with pytest.raises(ValueError, match="floating-point"):
         tsallis.entropy(torch.ones(4, 2, dtype=torch.long), 2.0)

@@ -215,7 +215,9 @@ def _excess(index: float | Tensor, rows: Sequence[int], like: Tensor, owner: str
     if not isinstance(index, Tensor):
         return torch.full(tuple(rows), index - 1.0, dtype=like.dtype, device=like.device)
     if index.dim() > 0 and index.shape != tuple(rows):
-        raise ValueError(f"index: expected one number or shape {list(rows)}, one per row of {owner}, got shape {list(index.shape)}")
+        raise ValueError(
+            f"index: expected one number or one per row of {owner}, shape {list(rows)}, got shape {list(index.shape)}"
+        )
     if not index.is_floating_point() or index.dtype in (torch.float16, torch.bfloat16):
         index = index.float()
     return (index - 1.0).to(dtype=like.dtype, device=like.device).expand(tuple(rows))

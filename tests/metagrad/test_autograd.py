@@ -486,7 +486,7 @@ def test_wrong_requests_are_refused() -> None:
         problem.gradient("backward")
     problem.index = torch.ones(3)
     for engine in ENGINES:
-        with pytest.raises(ValueError, match=r"index: expected one number or shape \[7\], one per row of log_probs, got shape \[3\]"):
+        with pytest.raises(ValueError, match=r"index: expected one number .* shape \[7\], got shape \[3\]"):
             problem.gradient(engine)
     problem.params = {}
     with pytest.raises(ValueError, match="at least one trainable parameter"):
