@@ -12,7 +12,6 @@ from mtem.errors import RequestError
 from mtem.settings import setting
 from mtem.training.settings import TrainingSettings
 
-
 CLASSES = [TrainingSettings, *(methods.get(name).Settings for name in methods.METHODS)]
 
 

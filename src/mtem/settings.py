@@ -127,7 +127,7 @@ def describe(settings_cls: type) -> list[tuple[str, str, str]]:
 
 
 def _unknown(name: str, known: Mapping[str, object]) -> str:
-    """The error message for an unknown name, with the name that was probably meant."""
+    """Return the error message for an unknown name, with the name that was probably meant."""
     if RENAMED.get(name) in known:
         return f"unknown setting '{name}': it is called '{RENAMED[name]}' since version 0.2.0"
     similar = difflib.get_close_matches(name, known, n=1)
@@ -136,7 +136,7 @@ def _unknown(name: str, known: Mapping[str, object]) -> str:
 
 
 def _parse(name: str, annotation: Any, value: Any) -> Any:
-    """The value in the field's type, parsed if it is text."""
+    """Return the value in the field's type, parsed if it is text."""
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     options = typing.get_args(annotation) if is_union else (annotation,)
     error = RequestError(f"setting {name}={value if isinstance(value, str) else repr(value)}: expected {_describe_type(options)}")
@@ -168,7 +168,7 @@ def _parse(name: str, annotation: Any, value: Any) -> Any:
 
 
 def _check(field: dataclasses.Field[Any], value: Any) -> Any:
-    """The value, if it is one of the field's choices and inside its bounds."""
+    """Return the value, if it is one of the field's choices and inside its bounds."""
     choices, low, high = (field.metadata.get(key) for key in ("choices", "low", "high"))
     if choices and value is not None and value not in choices:
         raise RequestError(f"setting {field.name}={value}: expected one of {', '.join(map(str, choices))}")

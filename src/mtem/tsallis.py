@@ -177,12 +177,12 @@ def _loss(surprisals: Tensor, excess: Tensor) -> Tensor:
 
 
 def _exponent(surprisals: Tensor, excess: Tensor) -> Tensor:
-    """u = (psi - 1) l_1, negative for an index below 1; clamped before exp(-u) l_1^2 overflows."""
+    """Return u = (psi - 1) l_1, negative for an index below 1; clamped before exp(-u) l_1^2 overflows."""
     return (excess * surprisals).clamp(min=-0.8 * math.log(torch.finfo(surprisals.dtype).max))
 
 
 def _phi(u: Tensor) -> Tensor:
-    """(1 - exp(-u)) / u, 1 at 0."""
+    """Return (1 - exp(-u)) / u, 1 at 0."""
     near = u.abs() < _SERIES_RADIUS
     # Both branches need arguments at which they are differentiable: torch.where multiplies the unused gradient by 0.
     far = torch.where(near, 1.0, u)
@@ -190,7 +190,7 @@ def _phi(u: Tensor) -> Tensor:
 
 
 def _phi_derivative(u: Tensor) -> Tensor:
-    """The derivative of phi: ((1 + u) exp(-u) - 1) / u^2, -1/2 at 0."""
+    """Return the derivative of phi: ((1 + u) exp(-u) - 1) / u^2, -1/2 at 0."""
     near = u.abs() < _SERIES_RADIUS
     far = torch.where(near, 1.0, u)
     closed = (torch.exp(-far) + torch.expm1(-far) / far) / far
@@ -211,7 +211,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def _excess(index: float | Tensor, rows: Sequence[int], like: Tensor, owner: str) -> Tensor:
-    """psi - 1 with the shape of the rows; subtracted before any cast, because rounding psi near 1 loses psi - 1."""
+    """Return psi - 1 with the shape of the rows; subtracted before any cast, because rounding psi near 1 loses psi - 1."""
     if not isinstance(index, Tensor):
         return torch.full(tuple(rows), index - 1.0, dtype=like.dtype, device=like.device)
     if index.dim() > 0 and index.shape != tuple(rows):

@@ -305,7 +305,7 @@ ENGINES: dict[str, Callable[[_Problem], tuple[Tensor, Tensor]]] = {
 
 
 def _gradient(loss: Tensor, params: Params, create_graph: bool = False) -> Params:
-    """The gradient of a scalar; zero in the parameters it does not depend on."""
+    """Return the gradient of a scalar; zero in the parameters it does not depend on."""
     if not loss.requires_grad:
         return {name: torch.zeros_like(value) for name, value in params.items()}
     # A backward pass has the dtypes of its forward pass; autocast left on would round its float32 parts as well.

@@ -186,7 +186,7 @@ class NormCall(LayerCall):
         return super().vector_gradients() + ([] if self.weight is None else [(self.weight, _known(self.weight_sums))])
 
     def _normalized(self) -> Tensor:
-        """The normalised input."""
+        """Return the normalised input."""
         ready = None if self.take_normalized is None else self.take_normalized()
         self.take_normalized = None
         if ready is not None:
@@ -287,7 +287,7 @@ class LayerWatcher:
             call.layer_input = _cast(_known(call.layer_input), dtype, self.casts)
 
     def _recompute_norm(self, node: Any, dtype: torch.dtype) -> Tensor:
-        """The output of a normalisation from its input; layers with the same input share it."""
+        """Return the output of a normalisation from its input; layers with the same input share it."""
         if node not in self.casts:
             self.casts.clear()
             with torch.no_grad():
@@ -317,13 +317,13 @@ def cast_all(values: Params, dtype: torch.dtype) -> Params:
 
 
 def _recompute_gelu(node: Any) -> Tensor:
-    """The output of an activation from its input, which autograd saves until the backward step of the activation."""
+    """Return the output of an activation from its input, which autograd saves until the backward step of the activation."""
     with torch.no_grad():
         return F.gelu(node._saved_self, approximate=node._saved_approximate)
 
 
 def _recompute_activation(previous: LinearCall, approximate: str) -> Tensor:
-    """The output of an activation from the input of the linear layer before it."""
+    """Return the output of an activation from the input of the linear layer before it."""
     with torch.no_grad():
         layer_input = previous.input()
         bias = None if previous.layer.bias is None else previous.layer.bias.to(layer_input.dtype)
@@ -331,7 +331,7 @@ def _recompute_activation(previous: LinearCall, approximate: str) -> Tensor:
 
 
 def _cast(value: Tensor, dtype: torch.dtype, casts: dict[Any, Tensor]) -> Tensor:
-    """The value as the layer sees it under autocast; layers with the same input, one after the other, share the cast."""
+    """Return the value as the layer sees it under autocast; layers with the same input, one after the other, share the cast."""
     if value.dtype == dtype:
         return value
     key = (value.data_ptr(), value._version, tuple(value.shape), value.stride(), dtype)
@@ -342,12 +342,12 @@ def _cast(value: Tensor, dtype: torch.dtype, casts: dict[Any, Tensor]) -> Tensor
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """The sum over all but the first axis of the product, accumulated in float32."""
+    """Return the sum over all but the first axis of the product, accumulated in float32."""
     return (one * other).flatten(1).sum(dim=1, dtype=torch.float32)
 
 
 def _token_sums(values: Tensor) -> Tensor:
-    """The sum over the tokens of each example, float32 [N, D]."""
+    """Return the sum over the tokens of each example, float32 [N, D]."""
     return values.flatten(1, -2).sum(dim=1, dtype=torch.float32) if values.dim() > 2 else values.float()
 
 
