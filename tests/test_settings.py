@@ -12,6 +12,8 @@ from mtem.errors import RequestError
 from mtem.settings import setting
 from mtem.training.settings import TrainingSettings
 
+CLASSES = [TrainingSettings, *(methods.get(name).Settings for name in methods.METHODS)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -66,29 +68,29 @@ def test_values(name, given, wanted):
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("count", "0", r"count=0: it must be between 1 and 10"),
+        ("count", "0", r"count=0: expected a value between 1 and 10"),
         ("count", "11", r"between 1 and 10"),
-        ("count", "2.5", r"count=2.5: a whole number is wanted"),
-        ("count", 2.5, r"a whole number is wanted"),
-        ("count", True, r"a whole number is wanted"),
-        ("count", "true", r"a whole number is wanted"),
+        ("count", "2.5", r"count=2.5: expected a whole number"),
+        ("count", 2.5, r"expected a whole number"),
+        ("count", True, r"expected a whole number"),
+        ("count", "true", r"expected a whole number"),
         ("count", "none", r"count"),
-        ("count", None, r"count may not be none"),
-        ("count", "", r"a whole number is wanted"),
+        ("count", None, r"count=None: expected a whole number"),
+        ("count", "", r"expected a whole number"),
         ("share", "-0.1", r"at least 0"),
-        ("share", "much", r"share=much: a number is wanted"),
+        ("share", "much", r"share=much: expected a number"),
         ("share", "nan", r"at least 0"),
         ("share", "inf", r"at least 0"),
         ("share", float("nan"), r"at least 0"),
-        ("share", "9" * 400, r"share=inf: it must be at least 0"),
+        ("share", "9" * 400, r"share=inf: expected a value of at least 0"),
         ("free", "inf", r"a finite number"),
         ("free", "-inf", r"a finite number"),
-        ("switch", "maybe", r"true or false is wanted"),
-        ("switch", 1, r"true or false is wanted"),
+        ("switch", "maybe", r"expected true or false"),
+        ("switch", 1, r"expected true or false"),
         ("limit", "-1", r"at least 0"),
         ("word", "three", r"one of one, two"),
-        ("word", 3, r"a word is wanted"),
-        ("share", [1], r"a number is wanted"),
+        ("word", 3, r"expected a word"),
+        ("share", [1], r"expected a number"),
     ],
 )
 def test_bad_values_are_refused(name, given, message):
@@ -104,35 +106,47 @@ def test_unknown_names_are_refused_with_a_hint():
         build(zzz=1)
 
 
-KINDS = [TrainingSettings, *(methods.get(name).Settings for name in methods.METHODS)]
+@pytest.mark.parametrize(("old", "new"), settings.RENAMED.items())
+def test_an_old_name_is_refused_with_the_new_one(old, new):
+    owners = [cls for cls in CLASSES if new in settings.names(cls)]
+    assert owners, "the new name exists"
+    assert not any(old in settings.names(cls) for cls in CLASSES)
+    for owner in owners:
+        with pytest.raises(RequestError, match=f"^unknown setting '{old}': it is called '{new}' since version 0.2.0$"):
+            settings.build({"training": TrainingSettings, "only": owner}, {old: "1"})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_setting_says_what_it_means_and_has_a_default_it_accepts(kind):
-    for field in dataclasses.fields(kind):
+def test_an_old_name_is_unknown_where_the_new_one_is_unknown_too():
+    with pytest.raises(RequestError, match="unknown setting 'teacher': there are count"):
+        build(teacher=0.9)
+
+
+@pytest.mark.parametrize("settings_cls", CLASSES)
+def test_every_setting_says_what_it_means_and_has_a_default_it_accepts(settings_cls):
+    for field in dataclasses.fields(settings_cls):
         assert len(field.metadata["help"]) > 3, field.name
-        settings.build({"only": kind}, {field.name: field.default})
+        settings.build({"only": settings_cls}, {field.name: field.default})
         text = str(field.default)
-        assert settings.build({"only": kind}, {field.name: text})["only"] == kind(), field.name
+        assert settings.build({"only": settings_cls}, {field.name: text})["only"] == settings_cls(), field.name
 
 
 @pytest.mark.parametrize("method", methods.METHODS)
 def test_presets_name_known_settings_and_no_setting_has_two_owners(method):
-    kind = methods.get(method)
-    known = settings.names(TrainingSettings, kind.Settings)
+    method_cls = methods.get(method)
+    known = settings.names(TrainingSettings, method_cls.Settings)
     assert len(known) == len(set(known))
-    for preset in kind.presets.values():
+    for preset in method_cls.presets.values():
         assert set(preset) <= set(known)
-        settings.build({"training": TrainingSettings, "method": kind.Settings}, preset)
+        settings.build({"training": TrainingSettings, "method": method_cls.Settings}, preset)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings_cls", CLASSES)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", float("nan")])
-def test_no_number_may_be_infinite_or_none_at_all(kind, value):
-    for field in dataclasses.fields(kind):
+def test_no_number_may_be_infinite_or_none_at_all(settings_cls, value):
+    for field in dataclasses.fields(settings_cls):
         if "float" in field.type:
             with pytest.raises(RequestError, match=field.name):
-                settings.build({"only": kind}, {field.name: value})
+                settings.build({"only": settings_cls}, {field.name: value})
 
 
 @pytest.mark.parametrize("pair", [{"index_low": 3, "index_high": 2}, {"temperature_start": 0.1, "temperature_end": 0.5}])

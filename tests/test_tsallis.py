@@ -245,12 +245,19 @@ def test_forward_mode_through_a_softmax() -> None:
     )
 
 
+def test_the_gibbs_entropy_is_the_entropy_at_index_1() -> None:
+    log_probs = torch.log_softmax(torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), dim=-1)
+    torch.testing.assert_close(tsallis.gibbs_entropy(log_probs), tsallis.entropy(log_probs.exp(), 1.0))
+
+
 def test_shape_errors_tell_both_shapes() -> None:
-    with pytest.raises(ValueError, match=r"log_probs \[4, 2\] and labels \[3\], wanted log_probs \[N, K\]"):
+    with pytest.raises(
+        ValueError, match=r"expected log_probs \[N, K\] and labels \[N\], got log_probs \[4, 2\] and labels \[3\]"
+    ):
         tsallis.loss(torch.zeros(4, 2), torch.zeros(3, dtype=torch.long), 2.0)
-    with pytest.raises(ValueError, match=r"index: got shape \[3\], wanted one number or \[4\]"):
+    with pytest.raises(ValueError, match=r"index: expected one number or one per row of log_probs, shape \[4\], got shape \[3\]"):
         tsallis.loss(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long), torch.full((3,), 2.0))
-    with pytest.raises(ValueError, match=r"index: got shape \[2\], wanted one number or \[4\]"):
+    with pytest.raises(ValueError, match=r"index: expected one number or one per row of probs, shape \[4\], got shape \[2\]"):
         tsallis.entropy(torch.full((4, 2), 0.5), torch.full((2,), 2.0))
     with pytest.raises(ValueError, match="floating-point"):
         tsallis.entropy(torch.ones(4, 2, dtype=torch.long), 2.0)

@@ -1,4 +1,8 @@
-"""Settings: typed dataclass fields that carry their meaning, so that help, checks and records are written once."""
+"""Settings: typed dataclass fields that carry their help text, so that help, checks and records are written once.
+
+A settings class is a frozen dataclass whose fields are made with :func:`setting`. :func:`build` makes instances of several
+settings classes from one flat mapping, such as the ``--set NAME=VALUE`` options of the command line.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,8 @@ RENAMED = {
     "weight_rate": "weight_learning_rate",
 }
 
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
 
 def setting(
     default: Any,
@@ -42,75 +48,106 @@ def setting(
     low: float | None = None,
     high: float | None = None,
 ) -> Any:
-    """A dataclass field with its meaning and the values it may take."""
-    extra = {"help": help, "choices": tuple(choices) if choices else None, "low": low, "high": high}
-    return dataclasses.field(default=default, metadata=extra)
+    """Make a dataclass field with its help text and the values it accepts.
+
+    Parameters
+    ----------
+    default : object
+        The default value.
+    help : str
+        What the setting means, for the command line's help.
+    choices : iterable, optional
+        The only values accepted.
+    low, high : float, optional
+        Bounds of a number, both included.
+
+    Returns
+    -------
+    dataclasses.Field
+        The field. It is typed as ``Any`` so that it can be assigned to a field of any type.
+    """
+    metadata = {"help": help, "choices": tuple(choices) if choices else None, "low": low, "high": high}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def names(*kinds: type) -> list[str]:
-    return [field.name for kind in kinds for field in dataclasses.fields(kind)]
+def names(*settings_classes: type) -> list[str]:
+    """Return the names of all settings of some settings classes."""
+    return [field.name for cls in settings_classes for field in dataclasses.fields(cls)]
 
 
-def build(kinds: Mapping[str, type], values: Mapping[str, Any]) -> dict[str, Any]:
-    """One instance of every settings class from one flat mapping; text is parsed, unknown names and bad values refused."""
-    known = {field.name: (part, field) for part, kind in kinds.items() for field in dataclasses.fields(kind)}
-    chosen: dict[str, dict[str, Any]] = {part: {} for part in kinds}
+def build(settings_classes: Mapping[str, type], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Make one instance of every settings class from one flat mapping.
+
+    Parameters
+    ----------
+    settings_classes : mapping
+        Any key -> a settings class.
+    values : mapping
+        Setting name -> value. Text is parsed to the field's type. Settings that are not given have their defaults.
+
+    Returns
+    -------
+    dict
+        The keys of `settings_classes` -> an instance.
+
+    Raises
+    ------
+    RequestError
+        If a name is unknown or a value is not accepted.
+    """
+    known = {field.name: (key, field) for key, cls in settings_classes.items() for field in dataclasses.fields(cls)}
+    accepted: dict[str, dict[str, Any]] = {key: {} for key in settings_classes}
     for name, value in values.items():
-        if name not in known and RENAMED.get(name) in known:
-            raise RequestError(f"unknown setting '{name}': it is called '{RENAMED[name]}' since version 0.2.0")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean '{near[0]}'? There are" if near else "there are"
-            raise RequestError(f"unknown setting '{name}': {hint} {', '.join(sorted(known))}")
-        part, field = known[name]
-        chosen[part][name] = _checked(field, typing.get_type_hints(kinds[part])[name], value)
-    return {part: kind(**chosen[part]) for part, kind in kinds.items()}
+            raise RequestError(_unknown(name, known))
+        key, field = known[name]
+        accepted[key][name] = _check(field, _parse(name, typing.get_type_hints(settings_classes[key])[name], value))
+    return {key: cls(**accepted[key]) for key, cls in settings_classes.items()}
 
 
 def record(*instances: Any) -> dict[str, Any]:
-    """All settings as one flat mapping, for the run's record."""
+    """Return all settings of some instances as one flat mapping, for the record of a run."""
     return {key: value for instance in instances for key, value in dataclasses.asdict(instance).items()}
 
 
 def changed(*instances: Any) -> dict[str, Any]:
-    """Those settings that are not at their defaults."""
+    """Return the settings of some instances that are not at their defaults, as one flat mapping."""
     fields = ((instance, field) for instance in instances for field in dataclasses.fields(instance))
     return {field.name: getattr(one, field.name) for one, field in fields if getattr(one, field.name) != field.default}
 
 
-def describe(kind: type) -> list[tuple[str, str, str]]:
-    """(name, default, meaning) of every field."""
+def describe(settings_cls: type) -> list[tuple[str, str, str]]:
+    """Return (name, default, help text) of every setting of a settings class."""
     rows = []
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(settings_cls):
         choices = field.metadata.get("choices")
         meaning = field.metadata["help"] + (f" ({', '.join(map(str, choices))})" if choices else "")
         rows.append((field.name, str(field.default), meaning))
     return rows
 
 
-def _checked(field: dataclasses.Field[Any], kind: Any, value: Any) -> Any:
-    value = _parsed(field.name, kind, value)
-    choices, low, high = (field.metadata.get(key) for key in ("choices", "low", "high"))
-    if choices and value is not None and value not in choices:
-        raise RequestError(f"setting {field.name}={value}: it must be one of {', '.join(map(str, choices))}")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        least, most = (-math.inf if low is None else low), (math.inf if high is None else high)
-        if not math.isfinite(value) or not least <= value <= most:
-            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise RequestError(f"setting {field.name}={value}: it must be {bounds if low is not None else 'a finite number'}")
-    return value
+def _unknown(name: str, known: Mapping[str, object]) -> str:
+    """Return the error message for an unknown name, with the name that was probably meant."""
+    if RENAMED.get(name) in known:
+        return f"unknown setting '{name}': it is called '{RENAMED[name]}' since version 0.2.0"
+    similar = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean '{similar[0]}'? There are" if similar else "there are"
+    return f"unknown setting '{name}': {hint} {', '.join(sorted(known))}"
 
 
-def _parsed(name: str, kind: Any, value: Any) -> Any:
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union else (kind,)
+def _parse(name: str, annotation: Any, value: Any) -> Any:
+    """Return the value in the field's type, parsed if it is text."""
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    options = typing.get_args(annotation) if is_union else (annotation,)
+    error = RequestError(f"setting {name}={value if isinstance(value, str) else repr(value)}: expected {_describe_type(options)}")
     if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and type(None) in options):
         if type(None) in options:
             return None
-        raise RequestError(f"setting {name} may not be none")
+        raise error
     if isinstance(value, str) and str not in options:
         text = value.strip().lower()
-        if bool in options and text in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-            return text in ("true", "yes", "on", "1")
+        if bool in options and text in (*_TRUE, *_FALSE):
+            return text in _TRUE
         for number in (int, float):
             if number in options or (number is int and float in options):
                 try:
@@ -118,18 +155,31 @@ def _parsed(name: str, kind: Any, value: Any) -> Any:
                     return parsed if number in options else float(parsed)
                 except (ValueError, OverflowError):
                     continue
-        raise RequestError(f"setting {name}={value}: a {_named(options)} is wanted")
+        raise error
     if bool in options and isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        value = int(value)  # numpy's whole numbers are not Python's
+        value = int(value)  # a NumPy integer is not an int
     if float in options and isinstance(value, int) and not isinstance(value, bool) and int not in options:
         return float(value)
     if isinstance(value, bool) or not isinstance(value, tuple(option for option in options if option is not type(None))):
-        raise RequestError(f"setting {name}={value!r}: a {_named(options)} is wanted")
+        raise error
     return value
 
 
-def _named(options: tuple[Any, ...]) -> str:
-    words = {bool: "true or false", int: "whole number", float: "number", str: "word"}
+def _check(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return the value, if it is one of the field's choices and inside its bounds."""
+    choices, low, high = (field.metadata.get(key) for key in ("choices", "low", "high"))
+    if choices and value is not None and value not in choices:
+        raise RequestError(f"setting {field.name}={value}: expected one of {', '.join(map(str, choices))}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        least, most = (-math.inf if low is None else low), (math.inf if high is None else high)
+        if not math.isfinite(value) or not least <= value <= most:
+            bounds = f"a value of at least {low}" if high is None else f"a value between {low} and {high}"
+            raise RequestError(f"setting {field.name}={value}: expected {bounds if low is not None else 'a finite number'}")
+    return value
+
+
+def _describe_type(options: tuple[Any, ...]) -> str:
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
     return " or ".join(words.get(option, "none") for option in options)

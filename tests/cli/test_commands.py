@@ -347,7 +347,7 @@ def test_the_target_is_the_source(mtem, reviews, encoder, tmp_path):
         (["--set", "epochs"], "--set epochs: expected KEY=VALUE"),
         (["--set", "=3"], "KEY=VALUE"),
         (["--set", "epoch=3"], "unknown setting 'epoch': did you mean 'epochs'?"),
-        (["--set", "epochs=many"], "epochs=many: a number is wanted"),
+        (["--set", "epochs=many"], "epochs=many: expected a number"),
         (["--set", "learning_rate=nan"], "learning_rate=nan"),
         (["--set", "learning_rate=" + "9" * 400], "learning_rate=inf"),
         (["--set", "mask_ratio=2"], "between 0.0 and 0.9"),

@@ -1,4 +1,7 @@
-"""The gradient of the source loss in every entropy index: engines by automatic differentiation, and layer by layer."""
+"""The gradient of the source loss in every entropy index.
+
+``autograd`` computes it by automatic differentiation (three engines), ``layerwise`` from the layers of one recorded pass.
+"""
 
 from mtem.metagrad.autograd import (
     ENGINES,

@@ -8,7 +8,8 @@ One virtual step on the pseudo-labeled target batch :math:`\mathcal{B}`, then th
     \frac{\partial \mathcal{L}_S(\hat\theta)}{\partial \psi_{[i]}}
     = -\frac{\eta}{|\mathcal{B}|} \; v \cdot \nabla_\theta \frac{\partial \ell_{\psi_{[i]}}}{\partial \psi_{[i]}}.
 
-(The paper's Eq. 14 leaves out the :math:`1/|\mathcal{B}|` of the mean.) The engines differ in the product with v.
+(The paper's Eq. 14 leaves out the :math:`1/|\mathcal{B}|` of the mean.) The engines are plain functions of one signature
+in the dict :data:`ENGINES`. They differ in how they compute the product with v.
 
 ``forward``
     Exact. Since :math:`\nabla_\theta \ell_\psi = -p_z^{\psi-1} \nabla_\theta \log p_z`, the derivative is
@@ -16,15 +17,15 @@ One virtual step on the pseudo-labeled target batch :math:`\mathcal{B}`, then th
     pass gives the last factor for the whole batch.
 ``taylor``
     The paper's Eq. 12-13: a central difference of Eq. 14 between :math:`\theta \pm \epsilon v`, two passes without
-    gradients. Its error is of the order :math:`\epsilon^2`, and in half precision the difference drowns in rounding.
+    gradients. Its error is of the order :math:`\epsilon^2`. In half precision rounding errors dominate the difference.
 ``second-order``
-    Exact, by differentiating the virtual step's gradient again; the reference, at three times the memory.
+    Exact, by differentiating the gradient of the virtual step again. The reference; needs three times the memory.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,112 +35,170 @@ from mtem import tsallis
 from mtem.errors import RequestError
 
 Params = dict[str, Tensor]
+BatchT = TypeVar("BatchT")
+AttentionContext = Callable[[], AbstractContextManager[Any]]
 
 
 class MetaGradient(NamedTuple):
-    """``gradient``: float32 ``[N]``. ``source_loss``: the loss it is the gradient of, a scalar. Both without graph."""
+    """The gradient in the meta-parameters, and the source loss it is the gradient of.
+
+    Attributes
+    ----------
+    gradient : Tensor
+        float32 ``[N]``, without graph.
+    source_loss : Tensor
+        A scalar, without graph.
+    """
 
     gradient: Tensor
     source_loss: Tensor
 
 
 class InnerLoss(NamedTuple):
-    """The loss of the virtual step, as a function of what the outer loop learns: one number for each example.
+    """The loss of the virtual step, as a function of the meta-parameters: one number per example, learned in the outer loop.
 
-    It depends on an example through the log-probability of its label. All take ``log_probs [N, K]``, ``labels [N]`` and the
-    numbers ``[N]``. ``value`` is the loss, a scalar; ``weights`` its derivative in each example's surprisal, ``[N]``;
-    ``slope`` that in each number, ``[N]``; ``mixed(log_probs, slopes, labels, numbers)`` the derivative of ``slope`` when the
-    labels' log-probabilities move at the speeds ``slopes [N]``.
+    The loss depends on an example through the log-probability of its label. All functions take ``log_probs [N, K]``,
+    ``labels [N]`` and ``meta_parameters [N]``.
+
+    Attributes
+    ----------
+    value : callable
+        The loss, a scalar.
+    weights : callable
+        Its derivative in each example's surprisal, ``[N]``.
+    derivative : callable
+        Its derivative in each meta-parameter, ``[N]``.
+    mixed_derivative : callable
+        ``mixed_derivative(log_probs, directional, labels, meta_parameters)``: the directional derivative of `derivative`
+        ``[N]``, from those of the labels' log-probabilities, ``directional [N]``.
     """
 
     value: Callable[[Tensor, Tensor, Tensor], Tensor]
     weights: Callable[[Tensor, Tensor, Tensor], Tensor]
-    slope: Callable[[Tensor, Tensor, Tensor], Tensor]
-    mixed: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    derivative: Callable[[Tensor, Tensor, Tensor], Tensor]
+    mixed_derivative: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _tsallis_mixed(log_probs: Tensor, slopes: Tensor, labels: Tensor, index: Tensor) -> Tensor:
+def _tsallis_mixed_derivative(log_probs: Tensor, directional: Tensor, labels: Tensor, index: Tensor) -> Tensor:
     weight = tsallis.pseudo_weight(log_probs, labels, index) * tsallis.surprisal(log_probs, labels)
-    return weight * slopes / len(labels)
+    return weight * directional / len(labels)
 
 
+# The mean Tsallis loss; its meta-parameters are the entropy indexes.
 TSALLIS = InnerLoss(
-    lambda log_probs, labels, index: tsallis.loss(log_probs, labels, index).mean(),
-    lambda log_probs, labels, index: tsallis.pseudo_weight(log_probs, labels, index) / len(labels),
-    lambda log_probs, labels, index: tsallis.index_gradient(log_probs, labels, index) / len(labels),
-    _tsallis_mixed,
+    value=lambda log_probs, labels, index: tsallis.loss(log_probs, labels, index).mean(),
+    weights=lambda log_probs, labels, index: tsallis.pseudo_weight(log_probs, labels, index) / len(labels),
+    derivative=lambda log_probs, labels, index: tsallis.index_gradient(log_probs, labels, index) / len(labels),
+    mixed_derivative=_tsallis_mixed_derivative,
 )
 
 
 def math_attention() -> AbstractContextManager[None]:
-    """PyTorch's attention as plain arithmetic: its fused kernels have neither forward mode nor a second derivative."""
+    """Return a context in which PyTorch computes attention as plain arithmetic.
+
+    The fused attention kernels have neither a forward mode nor a second derivative.
+    """
     return sdpa_kernel(SDPBackend.MATH)
 
 
 def index_gradient(
-    logits: Callable[[Params, Any], Tensor],
+    logits: Callable[[Params, BatchT], Tensor],
     params: Params,
-    batch: Any,
+    batch: BatchT,
     labels: Tensor,
     index: float | Tensor,
     source_loss: Callable[[Params], Tensor],
     learning_rate: float,
     engine: str = "forward",
     *,
-    differentiable_attention: Callable[[], AbstractContextManager[Any]] = math_attention,
+    differentiable_attention: AttentionContext = math_attention,
     step: float = 0.01,
     virtual_step: bool = True,
 ) -> Tensor:
-    """The derivative of ``source_loss(params - learning_rate * grad of the mean Tsallis loss)`` in each index, float32 ``[N]``.
+    """Compute the derivative of ``source_loss(params - learning_rate * grad of the mean Tsallis loss)`` in each index.
 
-    See :func:`meta_gradient`, which also returns that source loss.
+    Parameters are those of :func:`meta_gradient`, which also returns that source loss.
+
+    Returns
+    -------
+    Tensor
+        The derivatives, float32 ``[N]``.
     """
-    options = {"differentiable_attention": differentiable_attention, "step": step, "virtual_step": virtual_step}
-    return meta_gradient(logits, params, batch, labels, index, source_loss, learning_rate, engine, **options).gradient
+    return meta_gradient(
+        logits, params, batch, labels, index, source_loss, learning_rate, engine,
+        differentiable_attention=differentiable_attention, step=step, virtual_step=virtual_step,
+    ).gradient  # fmt: skip
 
 
 def meta_gradient(
-    logits: Callable[[Params, Any], Tensor],
+    logits: Callable[[Params, BatchT], Tensor],
     params: Params,
-    batch: Any,
+    batch: BatchT,
     labels: Tensor,
     index: float | Tensor,
     source_loss: Callable[[Params], Tensor],
     learning_rate: float,
     engine: str = "forward",
     *,
-    differentiable_attention: Callable[[], AbstractContextManager[Any]] = math_attention,
+    differentiable_attention: AttentionContext = math_attention,
     step: float = 0.01,
     virtual_step: bool = True,
-    inner: InnerLoss = TSALLIS,
+    inner_loss: InnerLoss = TSALLIS,
 ) -> MetaGradient:
-    r"""The entropy-index gradient and the source loss at the virtual step. No ``.grad`` and no graph is left behind.
+    r"""Compute the entropy-index gradient, and the source loss after the virtual step.
 
-    Every call of ``logits`` and ``source_loss`` starts from the random state found on entry, so that dropout draws the
-    same masks in all passes, and that state is put back at the end: an update that follows repeats the virtual step's
-    masks. Two kernels need not turn one state into the same masks, though: fused attention draws its dropout otherwise
-    than the plain arithmetic of ``differentiable_attention``. Exactness wants attention dropout off in these passes.
+    Parameters
+    ----------
+    logits : callable
+        ``logits(params, batch)`` -> ``[N, K]``, a pure function of the parameters.
+    params : dict of str to Tensor
+        The trainable parameters by name. The functions close over the frozen ones.
+    batch : object
+        Passed to `logits` as it is.
+    labels : Tensor
+        Pseudo labels :math:`\tilde{y}`, integers ``[N]``.
+    index : float or Tensor
+        :math:`\psi`, one per row ``[N]``, or one number for all rows.
+    source_loss : callable
+        ``source_loss(params)`` -> scalar, :math:`\mathcal{L}_S` on a batch of source data.
+    learning_rate : float
+        :math:`\eta` of the virtual step, a plain gradient step.
+    engine : str, default "forward"
+        A name in :data:`ENGINES`.
+    differentiable_attention : callable
+        Makes the context of the one pass that is differentiated in forward mode (``forward``) or twice
+        (``second-order``). A model whose attention kernels are not PyTorch's has its own.
+    step : float, default 0.01
+        :math:`\epsilon \lVert v \rVert` of ``taylor``: how far it moves the parameters.
+    virtual_step : bool, default True
+        Compute v at :math:`\hat\theta`. If False, at :math:`\theta`: this saves ``forward`` and ``taylor`` a forward
+        and a backward pass, for an error of the order :math:`\eta`.
+    inner_loss : InnerLoss
+        The loss of the virtual step, by default the mean Tsallis loss. `index` holds its meta-parameters.
 
-    Args:
-        logits: ``logits(params, batch)`` -> ``[N, K]``, a pure function of the parameters.
-        params: the trainable parameters by name; the functions close over the frozen ones.
-        batch: handed to ``logits`` as it is.
-        labels: pseudo labels :math:`\tilde{y}`, integers ``[N]``.
-        index: :math:`\psi`, one per row ``[N]`` (a single number stands for all of them).
-        source_loss: ``source_loss(params)`` -> scalar, :math:`\mathcal{L}_S` on a batch of source data.
-        learning_rate: :math:`\eta` of the virtual step, a plain gradient step.
-        engine: a name in :data:`ENGINES`.
-        differentiable_attention: makes the context manager around the one pass that is differentiated in forward mode (``forward``) or
-            twice (``second-order``). A model with other attention kernels than PyTorch's brings its own.
-        step: ``taylor``'s :math:`\epsilon \lVert v \rVert`: how far it moves the parameters.
-        virtual_step: take v at :math:`\hat\theta`. Otherwise at :math:`\theta`, which saves ``forward`` and ``taylor``
-            a forward and a backward pass for an error of the order :math:`\eta`.
-        inner: another loss than the mean Tsallis loss; ``index`` then is whatever number it has for each example.
+    Returns
+    -------
+    MetaGradient
+        The gradient and the source loss. No ``.grad`` is set and no graph is kept.
+
+    Raises
+    ------
+    RequestError
+        If the engine is unknown.
+    ValueError
+        If there are no parameters, or the shapes do not fit.
+
+    Notes
+    -----
+    Every call of `logits` and `source_loss` starts from the random state at entry, so that dropout draws the same masks
+    in all passes, and this state is restored at the end: an update that follows repeats the masks of the virtual step.
+    Two kernels may turn one state into different masks, though: fused attention draws its dropout differently from the
+    plain arithmetic of `differentiable_attention`. For exact results switch attention dropout off in these passes.
     """
     if engine not in ENGINES:
-        raise RequestError(f"engine: got {engine!r}, wanted one of {', '.join(ENGINES)}")
+        raise RequestError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
     if not params:
-        raise ValueError("params: got none, wanted at least one trainable parameter")
+        raise ValueError("params: expected at least one trainable parameter, got none")
     index = torch.as_tensor(index, device=labels.device).detach()
     index = index.to(torch.float64 if index.dtype == torch.float64 else torch.float32)
     devices = {value.device for value in params.values() if value.device.type == "cuda"}
@@ -155,7 +214,7 @@ def meta_gradient(
             differentiable_attention=differentiable_attention,
             step=step,
             virtual_step=virtual_step,
-            inner=inner,
+            inner_loss=inner_loss,
         )
         gradient, value = ENGINES[engine](problem)
     return MetaGradient(gradient.detach().float(), value)
@@ -163,7 +222,7 @@ def meta_gradient(
 
 @dataclass(frozen=True)
 class _Problem:
-    """What an engine works on; the passes that the engines share."""
+    """The arguments of an engine, and the passes that the engines share."""
 
     logits: Callable[[Params], Tensor]
     source_loss: Callable[[Params], Tensor]
@@ -171,25 +230,25 @@ class _Problem:
     labels: Tensor
     index: Tensor
     learning_rate: float
-    differentiable_attention: Callable[[], AbstractContextManager[Any]]
+    differentiable_attention: AttentionContext
     step: float
     virtual_step: bool
-    inner: InnerLoss
+    inner_loss: InnerLoss
 
     def log_probs(self, params: Params) -> Tensor:
-        scores = self.logits(params)
-        return torch.log_softmax(scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores, dim=1)
+        logits = self.logits(params)
+        return torch.log_softmax(logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits, dim=1)
 
     def target_loss(self, index: Tensor) -> Tensor:
-        return self.inner.value(self.log_probs(self.params), self.labels, index)
+        return self.inner_loss.value(self.log_probs(self.params), self.labels, index)
 
     def direction(self) -> tuple[Params, Tensor]:
-        """v and the source loss it is the gradient of."""
+        """Return v and the source loss it is the gradient of."""
         if not self.virtual_step:
             return self.source_gradient(self.params)
-        return self.source_gradient(self.stepped(_gradient(self.target_loss(self.index), self.params)))
+        return self.source_gradient(self.after_step(_gradient(self.target_loss(self.index), self.params)))
 
-    def stepped(self, gradient: Params) -> Params:
+    def after_step(self, gradient: Params) -> Params:
         with torch.no_grad():
             moved = {name: value - self.learning_rate * gradient[name] for name, value in self.params.items()}
         return {name: value.requires_grad_() for name, value in moved.items()}
@@ -202,27 +261,28 @@ class _Problem:
 def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     direction, value = problem.direction()
     unit, norm = normalized(direction)
-    plain = {name: param.detach() for name, param in problem.params.items()}
+    constants = {name: param.detach() for name, param in problem.params.items()}
     with torch.no_grad(), problem.differentiable_attention():
-        log_probs, tangents = torch.func.jvp(problem.log_probs, (plain,), (unit,))
-    # the learning_rate first: norm and slopes may be so large that their product overflows
-    slopes = tangents.gather(1, problem.labels.long().unsqueeze(1)).squeeze(1) * (-problem.learning_rate * norm)
-    return problem.inner.mixed(log_probs, slopes, problem.labels, problem.index), value
+        result = torch.func.jvp(problem.log_probs, (constants,), (unit,))
+    log_probs, tangents = result[0], result[1]
+    # The learning rate is multiplied first: norm and tangents may be so large that their product overflows.
+    directional = tangents.gather(1, problem.labels.long().unsqueeze(1)).squeeze(1) * (-problem.learning_rate * norm)
+    return problem.inner_loss.mixed_derivative(log_probs, directional, problem.labels, problem.index), value
 
 
 def _taylor(problem: _Problem) -> tuple[Tensor, Tensor]:
     direction, value = problem.direction()
     unit, norm = normalized(direction)
     with torch.no_grad():
-        ahead, behind = (
-            problem.inner.slope(
+        plus, minus = (
+            problem.inner_loss.derivative(
                 problem.log_probs({name: param + shift * unit[name] for name, param in problem.params.items()}),
                 problem.labels,
                 problem.index,
             )
             for shift in (problem.step, -problem.step)
         )
-    return -problem.learning_rate * norm * (ahead - behind) / (2 * problem.step), value
+    return -problem.learning_rate * norm * (plus - minus) / (2 * problem.step), value
 
 
 def _second_order(problem: _Problem) -> tuple[Tensor, Tensor]:
@@ -230,12 +290,13 @@ def _second_order(problem: _Problem) -> tuple[Tensor, Tensor]:
     with problem.differentiable_attention():
         target_loss = problem.target_loss(index)
     gradient = _gradient(target_loss, problem.params, create_graph=True)
-    start = problem.stepped(gradient) if problem.virtual_step else problem.params
+    start = problem.after_step(gradient) if problem.virtual_step else problem.params
     direction, value = problem.source_gradient(start)
-    product = sum((gradient[name] * direction[name]).sum() for name in gradient)
+    product = torch.as_tensor(sum((gradient[name] * direction[name]).sum() for name in gradient))
     return -problem.learning_rate * _gradient(product, {"index": index})["index"], value
 
 
+# name -> function(problem) -> (gradient [N], source loss)
 ENGINES: dict[str, Callable[[_Problem], tuple[Tensor, Tensor]]] = {
     "forward": _forward,
     "taylor": _taylor,
@@ -244,7 +305,7 @@ ENGINES: dict[str, Callable[[_Problem], tuple[Tensor, Tensor]]] = {
 
 
 def _gradient(loss: Tensor, params: Params, create_graph: bool = False) -> Params:
-    """The gradient of a scalar, zero in the parameters it does not depend on."""
+    """Return the gradient of a scalar; zero in the parameters it does not depend on."""
     if not loss.requires_grad:
         return {name: torch.zeros_like(value) for name, value in params.items()}
     # A backward pass has the dtypes of its forward pass; autocast left on would round its float32 parts as well.
@@ -256,9 +317,18 @@ def _gradient(loss: Tensor, params: Params, create_graph: bool = False) -> Param
 
 
 def normalized(direction: Params) -> tuple[Params, Tensor]:
-    """The direction with norm 1, so that half-precision tangents of it do not underflow, and its norm.
+    """Scale a direction to norm 1, so that half-precision tangents along it do not underflow.
 
-    A direction of zeros stays one. Nothing here waits for the device.
+    Parameters
+    ----------
+    direction : dict of str to Tensor
+        The direction by parameter name.
+
+    Returns
+    -------
+    tuple
+        The scaled direction, and the norm it had. A direction of zeros is returned as it is. The device is not
+        synchronised.
     """
     norms = [torch.linalg.vector_norm(value.float() if value.itemsize < 4 else value) for value in direction.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -268,7 +338,7 @@ def normalized(direction: Params) -> tuple[Params, Tensor]:
 
 @contextmanager
 def _uncached_casts() -> Iterator[None]:
-    """Autocast keeps the casts of all weights it meets until it ends, and with them the virtual step's parameters."""
+    """Switch autocast's cache off: it would keep casts of all weights, those of the virtual step included, until it ends."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

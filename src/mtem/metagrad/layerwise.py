@@ -1,18 +1,18 @@
 r"""Products and weighted sums of per-example gradients, from one forward and one backward pass.
 
-A backward pass knows, for every layer with parameters, what went in (:math:`a`) and the gradient of what came out
+A backward pass knows, for every layer with parameters, the layer's input (:math:`a`) and the gradient of its output
 (:math:`\delta`). For a linear layer the gradient of example i's loss is :math:`\sum_t \delta_{it} a_{it}^T`, so that
 
 .. math::
     \sum_i w_i \nabla_W \ell_i = \sum_{i,t} w_i\, \delta_{it} a_{it}^T, \qquad
     \nabla_W \ell_i \cdot V = \sum_t \delta_{it} \cdot (V a_{it}),
 
-one matrix product each, whatever the weights w and the direction V, and however often they change. Attention has no
-parameters of its own, so any kernel will do. What is kept between the passes is a and :math:`\delta` of the linear layers and
-embeddings; of biases and normalisations only sums over an example's tokens. That is less than autograd keeps for a backward pass.
+one matrix product each, for any weights w and any direction V. Attention has no parameters of its own, so any attention kernel
+works. Between the passes a and :math:`\delta` of the linear layers and embeddings are kept, and sums over an example's tokens for
+biases and normalisations. That is less than autograd keeps for a backward pass.
 
-Layers of other kinds (and parameters that meet all examples at once, such as a table of relative positions) cannot be read
-this way: `Recorder.left_out` names their parameters, which are constants here.
+Other layers (and parameters that are used for all examples at once, such as a table of relative positions) cannot be read this
+way: `Recorder.skipped` names their parameters, which are constants here.
 """
 
 from __future__ import annotations
@@ -24,236 +24,358 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mtem.metagrad import TSALLIS, InnerLoss, MetaGradient
-from mtem.metagrad.layer_hooks import Params, Scale, Watch, add, cast_all
+from mtem.metagrad.autograd import TSALLIS, InnerLoss, MetaGradient, Params
+from mtem.metagrad.layer_hooks import LayerCall, LayerWatcher, MatrixCall, ParamNames, Scale, add, cast_all
 
-FP16_SCALE = 1024.0  # of the source loss, whose gradients would else vanish in fp16
+FP16_SCALE = 1024.0  # multiplies the source loss, whose gradients would otherwise vanish in fp16
 
 
 class Recording:
-    """A forward pass with its graph; after `backward` the source of any products and weighted sums."""
+    """A forward pass with its graph; after `backward` the source of products and weighted sums.
 
-    def __init__(self, logits: Tensor, calls: list[Any], recorder: Recorder) -> None:
-        self.logits, self._calls, self.recorder = logits, calls, recorder
+    Made by :meth:`Recorder.record`.
+
+    Attributes
+    ----------
+    logits : Tensor
+        The output of the pass, with its graph until `backward`.
+    recorder : Recorder
+        The recorder that made it.
+    """
+
+    def __init__(self, logits: Tensor, calls: list[LayerCall], recorder: Recorder) -> None:
+        self.logits, self.recorder = logits, recorder
+        self._calls = calls
+        self._matrices: list[tuple[str, MatrixCall]] = []
+        self._vector_names: list[str] = []
+        self._vector_sizes: list[int] = []
+        self._vectors: Tensor | None = None
 
     def backward(self, losses: Tensor) -> None:
-        """Where the losses (one for each example, functions of `logits`) send their gradients."""
+        """Run the backward pass of the losses, one per example ``[N]``, functions of `logits`."""
         with torch.autocast(losses.device.type, enabled=False):
-            losses.sum().backward()
+            torch.autograd.backward(losses.sum())
         self.logits = self.logits.detach()
-        calls = [call for call in self._calls if call.delta is not None]  # no loss depends on the others
+        calls = [call for call in self._calls if call.reached]  # no loss depends on the others
         # All biases and normalisations side by side: one product instead of hundreds.
-        vectors = [vector for call in calls for vector in call.vectors()]
-        self._names, self._sizes = [name for name, _ in vectors], [sums.shape[1] for _, sums in vectors]
-        self._vectors = torch.cat([sums for _, sums in vectors], dim=1) if vectors else None
-        self._calls = [call for call in calls if call.has_matrix]
-        for call in calls:
-            call.bias_sums = None
+        vectors = [vector for call in calls for vector in call.vector_gradients()]
+        self._vector_names, self._vector_sizes = [name for name, _ in vectors], [values.shape[1] for _, values in vectors]
+        self._vectors = torch.cat([values for _, values in vectors], dim=1) if vectors else None
+        self._matrices = [(call.weight, call) for call in calls if isinstance(call, MatrixCall) and call.weight is not None]
+        self._calls = []
 
     def product(self, direction: Params) -> Tensor:
-        """The derivative of each example's loss along the direction, float32 [N]; what it lacks counts as zero."""
-        found = [call.weight_product(direction[call.weight]) for call in self._calls if call.weight in direction]
+        """Return the derivative of each example's loss along a direction.
+
+        Parameters
+        ----------
+        direction : dict of str to Tensor
+            The direction by parameter name; parameters that are missing count as zero.
+
+        Returns
+        -------
+        Tensor
+            The derivatives, float32 ``[N]``.
+        """
+        products = [call.weight_product(direction[name]) for name, call in self._matrices if name in direction]
         if self._vectors is not None:
             parts = [
                 direction[name].float() if name in direction else self._vectors.new_zeros(size)
-                for name, size in zip(self._names, self._sizes, strict=True)
+                for name, size in zip(self._vector_names, self._vector_sizes, strict=True)
             ]
-            found.append(self._vectors @ torch.cat(parts))
-        return torch.stack(found).sum(dim=0) if found else torch.zeros(len(self.logits), device=self.logits.device)
+            products.append(self._vectors @ torch.cat(parts))
+        return torch.stack(products).sum(dim=0) if products else torch.zeros(len(self.logits), device=self.logits.device)
 
     def gradient(self, weights: Tensor) -> Params:
-        """The gradient of the sum of the losses, each with its weight; float32, zero where a layer had no part."""
-        found: Params = {}
+        """Return the gradient of the weighted sum of the losses.
+
+        Parameters
+        ----------
+        weights : Tensor
+            One weight per example, ``[N]``.
+
+        Returns
+        -------
+        dict of str to Tensor
+            The gradient by parameter name, float32; zero for layers that the losses do not depend on.
+        """
+        gradients: Params = {}
         scale = Scale(weights)
-        for call in self._calls:
-            add(found, call.weight, call.weight_gradient(scale))
+        for name, call in self._matrices:
+            add(gradients, name, call.weight_gradient(scale))
         if self._vectors is not None:
-            for name, value in zip(self._names, (weights.float() @ self._vectors).split(self._sizes), strict=True):
-                add(found, name, value)
-        found = cast_all(found, torch.float32)
+            values = torch.split(weights.float() @ self._vectors, self._vector_sizes)
+            for name, value in zip(self._vector_names, values, strict=True):
+                add(gradients, name, value)
+        gradients = cast_all(gradients, torch.float32)
         return {
-            name: found[name] if name in found else torch.zeros_like(value, dtype=torch.float32)
+            name: gradients[name] if name in gradients else torch.zeros_like(value, dtype=torch.float32)
             for name, value in self.recorder.params.items()
         }
 
 
-class Outer(NamedTuple):
-    """The source loss, and its gradient times `scale`."""
+class SourceGradient(NamedTuple):
+    """The source loss and its gradient.
+
+    Attributes
+    ----------
+    direction : dict of str to Tensor
+        The gradient times `scale`.
+    loss : Tensor
+        The source loss, a scalar.
+    scale : float
+        The factor of the gradient.
+    """
 
     direction: Params
     loss: Tensor
     scale: float
 
 
-def source_gradient(recorder: Recorder, source_loss: Callable[[], Iterable[Tensor]], params: Params | None = None) -> Outer:
-    """Of scalars whose sum is the source loss of the model, at other parameters (which are used up) or at its own.
+def source_gradient(
+    recorder: Recorder, source_loss: Callable[[], Iterable[Tensor]], params: Params | None = None
+) -> SourceGradient:
+    """Compute the source loss and its gradient.
 
-    Each one's graph is freed before the next is asked for, so pieces of a batch need less memory.
+    Parameters
+    ----------
+    recorder : Recorder
+        The recorder of the model.
+    source_loss : callable
+        Returns scalars whose sum is the source loss. The graph of each is freed before the next is requested, so several
+        microbatches need less memory than one batch.
+    params : dict of str to Tensor, optional
+        The parameters to compute it at; emptied. By default those of the model.
+
+    Returns
+    -------
+    SourceGradient
+        The loss, and its gradient in the parameters that the recorder reads.
     """
     scale = FP16_SCALE if recorder.precision is torch.float16 else 1.0
     if params is not None:
-        return Outer(*recorder.gradient(source_loss, recorder.cast(params), scale), scale)
-    found: Params = {}
+        return SourceGradient(*recorder.gradient(source_loss, recorder.cast(params), scale), scale)
+    direction: Params = {}
     total: Tensor | float = 0.0
     with torch.enable_grad():
-        for piece in source_loss():
-            gradients = torch.autograd.grad(scale * piece, list(recorder.params.values()), materialize_grads=True)
+        for loss in source_loss():
+            gradients = torch.autograd.grad(scale * loss, list(recorder.params.values()), materialize_grads=True)
             for name, value in zip(recorder.params, gradients, strict=True):
-                add(found, name, value)
-            total = total + piece.detach()
-    return Outer(recorder.cast(found), torch.as_tensor(total), scale)
+                add(direction, name, value)
+            total = total + loss.detach()
+    return SourceGradient(recorder.cast(direction), torch.as_tensor(total), scale)
 
 
 def meta_gradient(
     recording: Recording,
     log_probs: Tensor,
     labels: Tensor,
-    numbers: Tensor,
-    source_loss: Callable[[], Iterable[Tensor]] | Outer,
+    meta_parameters: Tensor,
+    source_loss: Callable[[], Iterable[Tensor]] | SourceGradient,
     learning_rate: float,
     *,
-    inner: InnerLoss = TSALLIS,
+    inner_loss: InnerLoss = TSALLIS,
 ) -> MetaGradient:
-    """What `metagrad.meta_gradient` computes, from a recording of the examples' surprisals.
+    """Compute what :func:`mtem.metagrad.meta_gradient` computes, from a recording.
 
-    Args:
-        recording: after `backward` of the surprisals of `labels`.
-        log_probs: of the recorded logits, without graph.
-        numbers: what the outer loop learns, one for each example (the entropy indexes).
-        source_loss: as in `source_gradient`, of the model with the virtual step's parameters. Or what that function found at
-            theta, before the recording was made: cheaper in memory and time, and not exact.
-        learning_rate, inner: as there. Parameters that cannot be read take no part in the virtual step.
+    Parameters
+    ----------
+    recording : Recording
+        After `backward` of the surprisals of `labels`.
+    log_probs : Tensor
+        The log-probabilities of the recorded logits, without graph.
+    labels : Tensor
+        Pseudo labels, integers ``[N]``.
+    meta_parameters : Tensor
+        What the outer loop learns, one number per example (the entropy indexes).
+    source_loss : callable or SourceGradient
+        As in :func:`source_gradient`, of the model with the parameters after the virtual step. Or the result of that
+        function at theta, computed before the recording was made: cheaper in memory and time, and not exact.
+    learning_rate : float
+        The learning rate of the virtual step. Parameters that the recorder skips take no part in the step.
+    inner_loss : InnerLoss
+        The loss of the virtual step.
+
+    Returns
+    -------
+    MetaGradient
+        The gradient and the source loss, without graph.
     """
     recorder = recording.recorder
-    if not isinstance(source_loss, Outer):
-        step = recording.gradient(inner.weights(log_probs, labels, numbers))
+    if not isinstance(source_loss, SourceGradient):
+        step = recording.gradient(inner_loss.weights(log_probs, labels, meta_parameters))
         torch._foreach_mul_(list(step.values()), -learning_rate)
         torch._foreach_add_(list(step.values()), [recorder.params[name].detach() for name in step])
         source_loss = source_gradient(recorder, source_loss, step)
-    # The learning_rate first: slopes may be so large that a later product overflows. Of surprisals, hence no minus.
-    slopes = recording.product(source_loss.direction) * (learning_rate / source_loss.scale)
-    return MetaGradient(inner.mixed(log_probs, slopes, labels, numbers), source_loss.loss)
+    # The learning rate is multiplied first: the products may be so large that a later product overflows. They are
+    # derivatives of surprisals, hence no minus.
+    directional = recording.product(source_loss.direction) * (learning_rate / source_loss.scale)
+    return MetaGradient(inner_loss.mixed_derivative(log_probs, directional, labels, meta_parameters), source_loss.loss)
 
 
 class Recorder:
-    """Knows which layers hold the trainable parameters, and watches a forward pass so that they can be read.
+    """Finds the layers that hold the trainable parameters, and records forward passes so that they can be read.
 
-    `probe` is a forward pass on two examples of four tokens: it shows which layers see the examples one by one. `precision`
-    is the model's autocast type: linear layers are handed their parameters in it.
+    Parameters
+    ----------
+    model : nn.Module
+        The model. Its attribute `precision`, if any, is its autocast dtype: linear layers are given their parameters in it.
+    trainable : dict of str to nn.Parameter
+        Its trainable parameters by name.
+    probe : callable
+        A forward pass on two examples of four tokens. It shows which layers see the examples one by one.
+
+    Attributes
+    ----------
+    params : dict of str to nn.Parameter
+        The parameters that can be read.
+    skipped : list of str
+        The names of the other trainable parameters.
+    skipped_share : float
+        Their share of all trainable numbers.
     """
 
     def __init__(self, model: nn.Module, trainable: dict[str, nn.Parameter], probe: Callable[[], Any]) -> None:
         names = {id(parameter): name for name, parameter in trainable.items()}
         self.precision: torch.dtype | None = getattr(model, "precision", None)
-        self._layers: dict[nn.Module, tuple[str | None, str | None]] = {}
+        self._layers: dict[nn.Module, ParamNames] = {}
         for module in model.modules():
             own = {key: names.get(id(value)) for key, value in module._parameters.items() if value is not None}
-            if any(own.values()) and _readable(module):
-                self._layers[module] = (own.get("weight"), own.get("bias"))
-        for module in self._apart(probe):
+            if any(own.values()) and _is_readable(module):
+                self._layers[module] = ParamNames(own.get("weight"), own.get("bias"))
+        for module in self._find_unreadable(probe):
             del self._layers[module]
         read = {name for pair in self._layers.values() for name in pair if name}
         self.params = {name: parameter for name, parameter in trainable.items() if name in read}
-        self.left_out = sorted(set(trainable) - read)
-        self._others = [trainable[name] for name in self.left_out]
-        self._halved = {n for layer, pair in self._layers.items() if isinstance(layer, nn.Linear) for n in pair if n}
+        self.skipped = sorted(set(trainable) - read)
+        self._skipped_parameters = [trainable[name] for name in self.skipped]
+        self._linear_names = {n for layer, pair in self._layers.items() if isinstance(layer, nn.Linear) for n in pair if n}
         sizes = {name: parameter.numel() for name, parameter in trainable.items()}
-        self.share_left_out = sum(sizes[name] for name in self.left_out) / max(1, sum(sizes.values()))
+        self.skipped_share = sum(sizes[name] for name in self.skipped) / max(1, sum(sizes.values()))
 
-    def _apart(self, probe: Callable[[], Any]) -> set[nn.Module]:
-        """Layers that are never called, or with something that does not count the examples."""
-        seen: dict[nn.Module, bool] = {}
+    def _find_unreadable(self, probe: Callable[[], Any]) -> set[nn.Module]:
+        """Layers that are never called, or called with an input whose first axis does not count the examples."""
+        by_example: dict[nn.Module, bool] = {}
 
-        def look(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            entered = arguments[0] if arguments else next(iter(named.values()))
-            positions = isinstance(module, nn.Embedding) and entered.dim() == 2 and len(entered) == 1
-            seen[module] = seen.get(module, True) and (positions or len(entered) == 2)
+        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            layer_input = args[0] if args else next(iter(kwargs.values()))
+            positions = isinstance(module, nn.Embedding) and layer_input.dim() == 2 and len(layer_input) == 1
+            by_example[module] = by_example.get(module, True) and (positions or len(layer_input) == 2)
 
-        handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in self._layers]
+        handles = [module.register_forward_pre_hook(watch, with_kwargs=True) for module in self._layers]
         try:
             with torch.no_grad():
                 probe()
         finally:
             for handle in handles:
                 handle.remove()
-        return {module for module in self._layers if not seen.get(module, False)}
+        return {module for module in self._layers if not by_example.get(module, False)}
 
     def cast(self, params: Params) -> Params:
-        """The linear layers' parameters as autocast would hand them over, so that it has nothing to do. Empties `params`."""
+        """Return parameters with those of the linear layers in the autocast dtype, so that autocast need not cast them.
+
+        Empties `params`, so that the memory can be freed.
+        """
         if self.precision is None:
             cast = dict(params)
         else:
-            cast = cast_all({name: value for name, value in params.items() if name in self._halved}, self.precision)
+            cast = cast_all({name: value for name, value in params.items() if name in self._linear_names}, self.precision)
             cast |= {name: value for name, value in params.items() if name not in cast}
         params.clear()
         return cast
 
+    def record(self, forward: Callable[[], Tensor], examples: int, save_memory: bool = True) -> Recording:
+        """Record a forward pass.
+
+        Parameters
+        ----------
+        forward : callable
+            A forward pass of the model; returns logits ``[examples, K]``.
+        examples : int
+            The number of examples.
+        save_memory : bool, default True
+            Keep less, which makes products and sums a little slower. The memory of a source pass beside the recording is
+            the peak of a step.
+
+        Returns
+        -------
+        Recording
+            The recording, before its backward pass.
+        """
+        calls: list[LayerCall] = []
+
+        def on_call(call: LayerCall, output: Tensor) -> None:
+            calls.append(call)
+            output.register_hook(call.store)  # type: ignore[no-untyped-call]
+
+        constants = self.cast({name: value.detach() for name, value in self.params.items()})
+        with torch.enable_grad(), self._replaced_parameters(constants), self._hooks(on_call, examples, save_memory):
+            logits = forward()
+        return Recording(logits, calls, self)
+
+    def gradient(self, losses: Callable[[], Iterable[Tensor]], params: Params, scale: float) -> tuple[Params, Tensor]:
+        """Compute the gradient of a sum of losses at other parameters.
+
+        Each layer's gradient is computed when the backward pass reaches it, so that less is kept than by autograd.
+
+        Parameters
+        ----------
+        losses : callable
+            Returns the losses, scalars.
+        params : dict of str to Tensor
+            The parameters, as :meth:`cast` returns them.
+        scale : float
+            Multiplies the gradient.
+
+        Returns
+        -------
+        tuple
+            The gradient by parameter name, and the sum of the losses.
+        """
+        gradients: Params = {}
+
+        def on_call(call: LayerCall, output: Tensor) -> None:
+            output.register_hook(lambda output_grad: call.accumulate(output_grad, gradients))  # type: ignore[no-untyped-call]
+
+        total: Tensor | float = 0.0
+        with torch.enable_grad(), self._replaced_parameters(params), self._hooks(on_call, 1, save_memory=False):
+            for loss in losses():
+                with torch.autocast(loss.device.type, enabled=False):
+                    torch.autograd.backward(scale * loss)
+                total = total + loss.detach()
+        return gradients, torch.as_tensor(total)
+
     @contextlib.contextmanager
-    def holding(self, params: Params) -> Iterator[None]:
-        """The layers with these values in the place of their parameters."""
-        kept = [(layer, dict(layer._parameters)) for layer in self._layers]
+    def _replaced_parameters(self, params: Params) -> Iterator[None]:
+        """Put other values in the place of the layers' parameters."""
+        originals = [(layer, dict(layer._parameters)) for layer in self._layers]
         try:
-            for layer, (weight, bias) in self._layers.items():
-                for key, name in (("weight", weight), ("bias", bias)):
+            for layer, names in self._layers.items():
+                for key, name in (("weight", names.weight), ("bias", names.bias)):
                     if name is not None:
                         layer._parameters[key] = params[name]  # type: ignore[assignment]
             yield
         finally:
-            for layer, own in kept:
+            for layer, own in originals:
                 layer._parameters.update(own)
 
-    def record(self, run: Callable[[], Tensor], count: int, save_memory: bool = True) -> Recording:
-        """`run` is a forward pass of the model on `count` examples; its first axis counts them.
-
-        A save_memory recording keeps less and is a little slower to read: what a source pass beside it needs is the peak of a step.
-        """
-        calls: list[Any] = []
-
-        def note(call: Any, output: Tensor) -> None:
-            calls.append(call)
-            output.register_hook(call.store)
-
-        constants = self.cast({name: value.detach() for name, value in self.params.items()})
-        with torch.enable_grad(), self.holding(constants), self._hooks(note, count, save_memory):
-            logits = run()
-        return Recording(logits, calls, self)
-
-    def gradient(self, losses: Callable[[], Iterable[Tensor]], params: Params, scale: float) -> tuple[Params, Tensor]:
-        """The gradient of the sum of some losses at other parameters, times `scale`, and that sum.
-
-        Each layer's gradient is taken when the backward pass comes by, so that less is kept than by autograd.
-        """
-        found: Params = {}
-
-        def note(call: Any, output: Tensor) -> None:
-            output.register_hook(lambda delta: call.accumulate(delta, found))
-
-        total: Tensor | float = 0.0
-        with torch.enable_grad(), self.holding(params), self._hooks(note, 1):
-            for piece in losses():
-                with torch.autocast(piece.device.type, enabled=False):
-                    (scale * piece).backward()
-                total = total + piece.detach()
-        return found, torch.as_tensor(total)
-
     @contextlib.contextmanager
-    def _hooks(self, note: Callable[[Any, Tensor], None], count: int, save_memory: bool = False) -> Iterator[None]:
-        """Every call of a layer is noted, with its output. The parameters are constants meanwhile: autograd keeps nothing
-        for their gradients."""
-        watch = Watch(self._layers, note, count, save_memory)
-        for parameter in self._others:
+    def _hooks(self, on_call: Callable[[LayerCall, Tensor], None], examples: int, save_memory: bool) -> Iterator[None]:
+        """Call `on_call` for every call of a layer; meanwhile the skipped parameters are constants."""
+        watcher = LayerWatcher(self._layers, on_call, examples, save_memory)
+        for parameter in self._skipped_parameters:
             parameter.requires_grad_(False)
-        handles = [layer.register_forward_hook(watch, with_kwargs=True) for layer in self._layers]
+        handles = [layer.register_forward_hook(watcher, with_kwargs=True) for layer in self._layers]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for parameter in self._others:
+            for parameter in self._skipped_parameters:
                 parameter.requires_grad_(True)
 
 
-def _readable(module: nn.Module) -> bool:
+def _is_readable(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
         return not module.sparse and not module.scale_grad_by_freq and module.max_norm is None
     return type(module) is nn.Linear or type(module) is nn.LayerNorm

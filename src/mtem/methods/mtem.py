@@ -146,7 +146,7 @@ class Mtem(Method):
             return None
         with without_dropout(self.model):
             recorder = layerwise.Recorder(self.model, self.model.trainable(), lambda: self.model(inputs))
-        return recorder if recorder.share_left_out < 0.01 else None
+        return recorder if recorder.skipped_share < 0.01 else None
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
         settings = self.settings

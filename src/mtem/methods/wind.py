@@ -103,7 +103,7 @@ class Wind(Method):
                 differentiable_attention=self.model.differentiable_attention,
                 step=settings.taylor_step,
                 virtual_step=rate > 0,  # a step of no length ends at theta
-                inner=self.loss,
+                inner_loss=self.loss,
             )
         return -meta.gradient / (rate or 1.0), meta.source_loss
 
@@ -147,13 +147,13 @@ def weighted_mean(class_weights: Tensor | None = None) -> metagrad.InnerLoss:
     def losses(log_probs: Tensor, labels: Tensor) -> Tensor:
         return F.nll_loss(log_probs, labels, reduction="none")
 
-    def slope(losses: Tensor, labels: Tensor, w: Tensor) -> Tensor:
+    def derivative(losses: Tensor, labels: Tensor, w: Tensor) -> Tensor:
         share = shares(labels, w)
         return share * torch.sigmoid(-w) * (losses - (share * losses).sum())
 
     return metagrad.InnerLoss(
         value=lambda log_probs, labels, w: (shares(labels, w) * losses(log_probs, labels)).sum(),
         weights=lambda log_probs, labels, w: shares(labels, w),
-        slope=lambda log_probs, labels, w: slope(losses(log_probs, labels), labels, w),
-        mixed=lambda log_probs, slopes, labels, w: slope(-slopes, labels, w),
+        derivative=lambda log_probs, labels, w: derivative(losses(log_probs, labels), labels, w),
+        mixed_derivative=lambda log_probs, directional, labels, w: derivative(-directional, labels, w),
     )

@@ -68,25 +68,25 @@ def test_products_and_weighted_sums_are_autograds(model):
     assert_weights_near(found, wanted)
 
 
-def test_a_thrifty_recording_says_the_same(model, monkeypatch):
-    monkeypatch.setattr(layer_hooks, "REMADE", 1)
+def test_a_recording_that_saves_memory_gives_the_same(model, monkeypatch):
+    monkeypatch.setattr(layer_hooks, "RECOMPUTE_EVERY", 1)
     inputs, watch = batch(model), recorder(model)
-    save_memory, lavish = (watch.record(lambda: model(inputs), 5, save_memory=save_memory) for save_memory in (True, False))
-    for recording in (save_memory, lavish):
+    saving, storing = (watch.record(lambda: model(inputs), 5, save_memory=save_memory) for save_memory in (True, False))
+    for recording in (saving, storing):
         recording.backward(F.cross_entropy(recording.logits, LABELS, reduction="none"))
-    kept = [sum(call.entered is not None for call in recording._calls) for recording in (save_memory, lavish)]
+    kept = [sum(call.layer_input is not None for _, call in recording._matrices) for recording in (saving, storing)]
     gated = model.network.config.model_type == "modernbert"  # there a product stands between activation and layer
     assert (kept[0] == kept[1]) if gated else (kept[0] < kept[1]), "some inputs are not kept"
     weights = torch.tensor([0.3, 2.0, -1.0, 0.0, 1.0])
-    expected = lavish.gradient(weights)
-    assert_weights_near(save_memory.gradient(weights), expected)
-    assert_near(save_memory.product(expected), lavish.product(expected))
+    expected = storing.gradient(weights)
+    assert_weights_near(saving.gradient(weights), expected)
+    assert_near(saving.product(expected), storing.product(expected))
 
 
-def test_hardly_anything_is_left_out(model):
+def test_hardly_anything_is_skipped(model):
     watch = recorder(model)
-    assert watch.share_left_out < 0.01
-    assert all("relative_attention_bias" in name for name in watch.left_out)
+    assert watch.skipped_share < 0.01
+    assert all("relative_attention_bias" in name for name in watch.skipped)
 
 
 def test_the_parameters_and_their_gradients_are_as_they_were(model):
@@ -128,7 +128,8 @@ def test_the_meta_gradient_is_second_orders(model, pieces):
     )  # fmt: skip
     exact = metagrad.meta_gradient(
         lambda params, inputs: functional(model, params, inputs), watch.params, target, LABELS, index,
-        lambda params: cross_entropy(functional(model, params, source), truth), 0.05, "second-order", differentiable_attention=model.differentiable_attention,
+        lambda params: cross_entropy(functional(model, params, source), truth), 0.05, "second-order",
+        differentiable_attention=model.differentiable_attention,
     )  # fmt: skip
     assert_near(found.source_loss, exact.source_loss)
     error = (found.gradient - exact.gradient).norm() / exact.gradient.norm()
@@ -190,10 +191,10 @@ def test_a_layer_that_is_called_twice_counts_twice():
         torch.testing.assert_close(value, wanted, msg=name)
 
 
-def test_other_kinds_of_layers_are_left_out():
+def test_other_kinds_of_layers_are_skipped():
     network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
     watch = layerwise.Recorder(network, dict(network.named_parameters()), lambda: network(torch.randn(2, 4)))
-    assert watch.left_out == ["1.bias", "1.weight"] and watch.share_left_out == pytest.approx(8 / 38)
+    assert watch.skipped == ["1.bias", "1.weight"] and watch.skipped_share == pytest.approx(8 / 38)
 
 
 def test_uncertain_and_impossible_labels_stay_finite(model):

@@ -21,9 +21,9 @@ def test_assumption_index() -> None:
 
 @pytest.mark.parametrize("step", [0, -1])
 def test_assumption_counts_from_one(step: int) -> None:
-    with pytest.raises(ValueError, match="wanted 1 or more"):
+    with pytest.raises(ValueError, match="expected 1 or more"):
         schedules.assumption_theta(step, 1.0)
-    with pytest.raises(ValueError, match="wanted 1 or more"):
+    with pytest.raises(ValueError, match="expected 1 or more"):
         schedules.assumption_index(step, 1.0, 1.0)
     with pytest.raises(ValueError, match="smoothness"):
         schedules.assumption_index(1, 1.0, 0.0)
@@ -65,5 +65,5 @@ def test_rises_then_falls(name: str, total: int, warmup: int) -> None:
 
 def test_negative_steps_are_refused() -> None:
     for schedule in schedules.SCHEDULES.values():
-        with pytest.raises(ValueError, match="wanted none of them negative"):
+        with pytest.raises(ValueError, match="expected no negative values"):
             schedule(-1, 10, 0)

@@ -68,8 +68,8 @@ def test_closed_forms_are_the_derivatives(rows, classes, seed, spread, weighted,
 
     _, moving = torch.func.jvp(literal_slope, (log_probs,), (tangents,))
     torch.testing.assert_close(inner.value(log_probs, labels, w), literal(log_probs, w))
-    torch.testing.assert_close(inner.slope(log_probs, labels, w), literal_slope(log_probs), atol=1e-12, rtol=1e-6)
-    torch.testing.assert_close(inner.mixed(log_probs, speeds, labels, w), moving, atol=1e-12, rtol=1e-6)
+    torch.testing.assert_close(inner.derivative(log_probs, labels, w), literal_slope(log_probs), atol=1e-12, rtol=1e-6)
+    torch.testing.assert_close(inner.mixed_derivative(log_probs, speeds, labels, w), moving, atol=1e-12, rtol=1e-6)
     weights = -torch.func.grad(literal)(log_probs, w)[torch.arange(rows), labels]
     torch.testing.assert_close(inner.weights(log_probs, labels, w), weights)
 
@@ -84,11 +84,11 @@ def test_equal_weights_are_the_ordinary_mean():
 def test_in_domain_texts_have_no_slope_and_hopeless_batches_a_loss():
     log_probs, labels = torch.log_softmax(torch.tensor([[2.0, -1.0], [0.3, 0.1]]), dim=1), torch.tensor([0, 0])
     inner, w = weighted_mean(), torch.tensor([IN_DOMAIN, 0.0])
-    assert inner.slope(log_probs, labels, w)[0] == 0 and inner.mixed(log_probs, torch.ones(2), labels, w)[0] == 0
-    assert inner.slope(log_probs, labels, w)[1] != 0
+    assert inner.derivative(log_probs, labels, w)[0] == 0 and inner.mixed_derivative(log_probs, torch.ones(2), labels, w)[0] == 0
+    assert inner.derivative(log_probs, labels, w)[1] != 0
     given_up = torch.full((2,), -300.0)  # sigmoid is 0 there
     torch.testing.assert_close(inner.value(log_probs, labels, given_up), -log_probs[:, 0].mean())
-    assert torch.isfinite(inner.slope(log_probs, labels, given_up)).all()
+    assert torch.isfinite(inner.derivative(log_probs, labels, given_up)).all()
 
 
 # ---------------------------------------------------------------------- the weights' gradient
