@@ -33,7 +33,7 @@ LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 
 def room_of(module: str) -> str:
     """Return the room of a module, "__init__" for the package itself: mtem.data.corpus -> data."""
-    return (module.split(".") + ["__init__"])[1]
+    return [*module.split("."), "__init__"][1]
 
 
 def modules() -> list[Path]:
@@ -91,7 +91,8 @@ def test_the_paper_is_imported_only_when_it_is_called():
     code = (
         "import sys\nimport mtem.cli.main as main\nsys.argv = ['mtem', '--help']\n"
         "try:\n    main.main()\nexcept SystemExit:\n    pass\n"
-        "print('LOADED', sorted(name for name in sys.modules if name.startswith(('mtem_paper', 'mtem.run', 'torch', 'matplotlib'))))"
+        "heavy = ('mtem_paper', 'mtem.run', 'torch', 'matplotlib')\n"
+        "print('LOADED', sorted(name for name in sys.modules if name.startswith(heavy)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "LOADED []" in done.stdout and "reproduce" in done.stdout

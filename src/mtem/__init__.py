@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """The library proper is imported when it is used: `mtem --help` and a wrong path should not wait for torch."""
+    """Import a module when it is first used, so that `mtem --help` does not wait for torch."""
     import importlib
 
     if name in _PLACES:

@@ -1,7 +1,7 @@
 """The command line: the table of commands, and how errors become exit codes.
 
-A command is one function in a file of its own: it parses, calls the library and prints. To add one, write the file and an entry in
-`COMMANDS`. A command's module is imported when the command is called, so `mtem --help` is quick.
+A command is one function in a file of its own: it parses, calls the library and prints. To add one, write the file and an entry
+in `COMMANDS`. A command's module is imported when the command is called, so `mtem --help` is quick.
 """
 
 from __future__ import annotations

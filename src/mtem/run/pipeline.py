@@ -370,7 +370,7 @@ class Run:
         self.saved = time.monotonic()
 
     def record_line(self, line: dict[str, Any]) -> None:
-        """Hand a line of the history to the observer and write it. An observer may draw random numbers: the run does not change."""
+        """Write a line of the history, and hand it to the observer, whose random draws do not change the run."""
         if self.observe is not None:
             state = checkpoints.random_state(self.generator)
             self.observe(line, self.model)
