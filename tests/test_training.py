@@ -17,7 +17,7 @@ from mtem.errors import RequestError, RunError
 from mtem.methods.base import Context
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.text import TextModel
-from mtem.models.trees.model import BigcnSettings, TreeModel
+from mtem.models.trees.model import BigcnModel, BigcnSettings
 from mtem.progress import Progress
 from mtem.training import optimizer as optimizers
 from mtem.training.devices import find_device, find_precision
@@ -248,7 +248,7 @@ def ready(encoder, name, device="cpu", threads=False, **changes):
     torch.manual_seed(0)
     if threads:
         corpus = load_corpus(make_threads(40, 1), labeled=True)
-        model = TreeModel.create(("bad", "good"), [corpus], BigcnSettings(hidden=8))
+        model = BigcnModel.create("bigcn", ("bad", "good"), corpora=[corpus], settings=BigcnSettings(hidden=8))
         tokens = model.encode_threads(corpus.trees())
         labels = np.arange(40) % 2
     else:

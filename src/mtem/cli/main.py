@@ -106,8 +106,13 @@ def adapt(
     for name, value in (("engine", engine), ("features", features)):
         if value is not None:
             given[name] = value
-    if features is not None and model != "bigcn":
-        raise RequestError(f"--features {features}: only --model bigcn has features of posts")
+    if features is not None:
+        from mtem import models
+
+        if model not in models.names("features"):
+            raise RequestError(
+                f"--features {features}: --model {model} has no features of posts; use --model {models.names('features')[0]}"
+            )
     if seed is not None:
         given["seed"] = seed
     from mtem.run.adapt import adapt as run
@@ -247,11 +252,11 @@ def list_settings(method: Annotated[str, typer.Argument(help="Whose settings.")]
     from mtem.training.settings import TrainingSettings
 
     kind = methods.get(method)
-    trees = models.get_class(models.BIGCN)
+    others = {name: models.get_class(name) for name in models.names()}
     for title, fields in (
         (f"settings of {method}", kind.Settings),
         ("settings of every method", TrainingSettings),
-        ("settings of --model bigcn", trees.Settings),
+        *((f"settings of --model {name}", model_cls.Settings) for name, model_cls in others.items()),
     ):
         rows = settings.describe(fields)
         if not rows:
@@ -262,8 +267,9 @@ def list_settings(method: Annotated[str, typer.Argument(help="Whose settings.")]
             shown = str(recommended.get(name, default))
             table.add_row(name, shown, str(paper[name]) if name in paper and str(paper[name]) != shown else "", Text(meaning))
         out.print(table)
-    others = ", ".join(f"{name} = {value}" for name, value in trees.defaults.items())
-    out.print(f"with --model bigcn the default is {others}", markup=False)
+    for model, model_cls in others.items():
+        defaults = ", ".join(f"{name} = {value}" for name, value in model_cls.defaults.items())
+        out.print(f"with --model {model} the default is {defaults}", markup=False)
 
 
 @app.command("cost")

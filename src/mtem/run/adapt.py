@@ -125,7 +125,10 @@ def adapt(
     torch.manual_seed(training.seed)
     corpora = [corpus for corpus in (labeled, unlabeled, few) if corpus is not None]
     like = None if source_model is None else source_model.model
-    network = models.create(place, labeled.classes, corpora, parts["model"], training, like).to(device)
+    network = models.create(
+        place, labeled.classes, corpora=corpora, settings=parts["model"],
+        max_length=training.max_length, attention=training.attention, like=like,
+    ).to(device)  # fmt: skip
     kind.prepare_model(network, parts["method"])
     if source_model is not None:
         begin_from(network, source_model)
@@ -150,14 +153,8 @@ def say_what_was_read(corpus: Corpus, shape: type[Model], progress: Progress) ->
     """A line for each file, then what a person should know about them."""
     for line in summary.lines(corpus):
         progress.say(line)
-    for line in (*corpus.notices, *summary.notices(corpus)):
+    for line in (*corpus.notices, *summary.notices(corpus), *shape.warnings_for(corpus)):
         progress.notice(line)
-    if shape.threads and not corpus.threaded:
-        progress.notice(f"{corpus.name}: these are texts without replies, of which bigcn sees no more than the words")
-    if corpus.threaded and not shape.threads:
-        progress.notice(
-            f"{corpus.name}: these are threads, of which an encoder sees the first post; --model bigcn sees the replies"
-        )
 
 
 def find_settings(model: str | os.PathLike[str], method: str, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtem import models
+from mtem.models import encoders
 from mtem.selection.accuracy_estimate import FEWEST_HELD_OUT_TEXTS
 
 
@@ -31,9 +32,11 @@ def _estimated(record: dict[str, Any]) -> str:
 
 def card(record: dict[str, Any]) -> str:
     """A model card from the run's record."""
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-classification", "---", "# A text classifier"]
-    if record.get("model") == models.BIGCN:
-        lines = ["---", "library_name: mtem", "---", "# A classifier of threads"]
+    model_cls = models.get_class(record.get("model", encoders.DEFAULT))
+    lines = ["---", f"library_name: {model_cls.library_name}"]
+    if model_cls.pipeline_tag is not None:
+        lines.append(f"pipeline_tag: {model_cls.pipeline_tag}")
+    lines += ["---", f"# {model_cls.card_title}"]
     if record:
         texts, choice, unit = record["texts"], record["selection"], record.get("unit", "texts")
         kept = "The source model was kept." if choice["kept_source_model"] else f"Weights of step {choice['chosen_step']}."
@@ -48,12 +51,6 @@ def card(record: dict[str, Any]) -> str:
             f"- {_estimated(record)}",
             *(f"- Warning: {line}" for line in record["warnings"]),
             "",
+            model_cls.usage(record["settings"], record["resolved"]["max_length"]),
         ]
-        if record["model"] == models.BIGCN:
-            lines.append(f"A BiGCN over `{record['settings']['features']}` features: read it with `mtem.load(PATH)`.")
-        else:
-            lines.append(
-                f"Texts are cut at {record['resolved']['max_length']} tokens. A pipeline does so when it is told to: "
-                '`pipeline("text-classification", PATH)(texts, truncation=True)`.'
-            )
     return "\n".join(lines) + "\n"
