@@ -58,7 +58,8 @@ def _pipeline(place: str, batch: int, folder: Path) -> tuple[Callable[[list[str]
     import torch
     from transformers import pipeline
 
-    from mtem.models.text import TextModel, quietly
+    from mtem.models.pretrained import quietly
+    from mtem.models.text import TextModel
 
     with quietly():
         classify = pipeline("text-classification", place, device="cpu")

@@ -17,7 +17,7 @@ from mtem.errors import RequestError
 from mtem.models import scoring
 from mtem.models.base import CosineHead
 from mtem.models.text import TextModel
-from mtem.models.trees.model import BigcnSettings, TreeModel
+from mtem.models.trees.model import BigcnModel
 from mtem.progress import Progress
 from tests.conftest import SHAPES, make_encoder, make_texts, make_tokenizer
 from tests.threads import make_threads, write_threads
@@ -132,7 +132,7 @@ def test_so_they_are_for_threads(tmp_path):
     rows = make_threads(70, 2, largest=9)
     corpus = load_corpus(str(write_threads(tmp_path / "threads.jsonl", rows)), labeled=True)
     torch.manual_seed(1)
-    model = TreeModel.create(CLASSES, [corpus], BigcnSettings())
+    model = BigcnModel.create("bigcn", CLASSES, corpora=[corpus])
     with torch.no_grad():
         model.head.weight.mul_(20)
     check(model, model.encode_threads([read(row, "here")[0] for row in rows]))

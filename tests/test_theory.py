@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from mtem import annealing, metagrad, schedules, tsallis
 from mtem.errors import RequestError
 from mtem.methods.base import Batch, Context, functional
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings
-from mtem.models.base import Model
+from mtem.models.base import ArrayModel
 from mtem.progress import Progress
 from mtem_paper import bound, splits, theory
 from tests.conftest import examples
@@ -182,7 +181,7 @@ def test_target_terms_by_hand() -> None:
     assert source["printed"] == pytest.approx(-np.mean(np.log([0.55, 0.1, 0.4999])))
 
 
-class Line(Model):
+class Line(ArrayModel):
     """Two classes on either side of a line through a plane: the distance of a point to the other class is known."""
 
     classes = ("left", "right")
@@ -197,20 +196,8 @@ class Line(Model):
     def collate(self, tokens, rows):
         return {"values": tokens.values[rows]}
 
-    def prepare(self, inputs):
-        return inputs
-
-    def input_embeddings(self, inputs):
-        return inputs["values"]
-
-    def norms(self, values, inputs):
-        return values.norm(dim=1, keepdim=True)
-
     def forward(self, inputs):
         return self.network(inputs["values"] + inputs.get("noise", 0.0))
-
-    def differentiable_attention(self):
-        return contextlib.nullcontext()
 
 
 def test_a_linear_model_flips_where_its_line_is_within_the_radius() -> None:

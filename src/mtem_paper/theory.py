@@ -14,7 +14,6 @@ run did. Since :math:`\hat\theta(\psi) = \theta - \eta_t \nabla_\theta \mathcal{
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from mtem.errors import RequestError
 from mtem.methods.base import Batch, Context, functional
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
-from mtem.models.base import Inputs, Model
+from mtem.models.base import ArrayModel, EncodedCorpus, Inputs
 from mtem.progress import Progress
 from mtem.run.record import versions
 from mtem.training.settings import TrainingSettings
@@ -75,7 +74,7 @@ class Words(NamedTuple):
         return len(self.values)
 
 
-class Perceptron(Model):
+class Perceptron(ArrayModel):
     """TF-IDF, one hidden layer with tanh, softmax: as differentiable_attention as the theory asks, with bounds where the weights have them."""
 
     head_path = "network.2"
@@ -85,17 +84,12 @@ class Perceptron(Model):
         self.classes = tuple(classes)
         self.network = nn.Sequential(nn.Linear(words, hidden), nn.Tanh(), nn.Linear(hidden, len(classes)))
 
-    def collate(self, tokens: Words, rows: np.ndarray) -> dict[str, Tensor]:
-        return {"values": tokens.values[torch.from_numpy(np.asarray(rows))]}
+    def collate(self, encoded: EncodedCorpus, rows: np.ndarray) -> dict[str, Tensor]:
+        assert isinstance(encoded, Words)
+        return {"values": encoded.values[torch.from_numpy(np.asarray(rows))]}
 
     def forward(self, inputs: Inputs) -> Tensor:
         return self.network(inputs["values"])
-
-    def prepare(self, inputs: Inputs) -> Inputs:
-        return inputs
-
-    def differentiable_attention(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 def reproduce(

@@ -127,7 +127,8 @@ def test_every_command_shows_an_example(mtem):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; sys.argv = ['mtem', '--help']\nfrom mtem.cli import main\ntry:\n    main.main()\nexcept SystemExit:\n    pass\n"
+    code = "import sys; sys.argv = ['mtem', '--help']\nfrom mtem.cli import main\n"
+    code += "try:\n    main.main()\nexcept SystemExit:\n    pass\n"
     code += "heavy = {'torch', 'transformers', 'pandas', 'pyarrow', 'numpy'} & set(sys.modules); print('HEAVY', sorted(heavy))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "HEAVY []" in done.stdout and "Usage" in done.stdout

@@ -17,7 +17,7 @@ from mtem.errors import RequestError, RunError
 from mtem.methods.base import Context
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.text import TextModel
-from mtem.models.trees.model import BigcnSettings, TreeModel
+from mtem.models.trees.model import BigcnModel, BigcnSettings
 from mtem.progress import Progress
 from mtem.training import optimizer as optimizers
 from mtem.training.devices import find_device, find_precision
@@ -119,8 +119,10 @@ def test_the_rate_of_assumption_2(model):
 def test_clipping_bounds_the_step_and_reports_the_norm(model):
     lines = []
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    made = trainer(model, steps=1, learning_rate=1.0, optimizer="sgd", max_grad_norm=0.01, weight_decay=0.0, schedule="constant", warmup_ratio=0.0,
-                   lines=lines)  # fmt: skip
+    made = trainer(
+        model, steps=1, learning_rate=1.0, optimizer="sgd", max_grad_norm=0.01, weight_decay=0.0, schedule="constant",
+        warmup_ratio=0.0, lines=lines,
+    )  # fmt: skip
     made.run()
     moved = torch.stack([(p.detach() - before[name]).norm() for name, p in model.named_parameters()]).norm()
     assert float(moved) == pytest.approx(0.01, rel=1e-3) and lines[0]["gradient_norm"] > 0.01
@@ -248,7 +250,7 @@ def ready(encoder, name, device="cpu", threads=False, **changes):
     torch.manual_seed(0)
     if threads:
         corpus = load_corpus(make_threads(40, 1), labeled=True)
-        model = TreeModel.create(("bad", "good"), [corpus], BigcnSettings(hidden=8))
+        model = BigcnModel.create("bigcn", ("bad", "good"), corpora=[corpus], settings=BigcnSettings(hidden=8))
         tokens = model.encode_threads(corpus.threads())
         labels = np.arange(40) % 2
     else:

@@ -64,11 +64,12 @@ def adapt(
             given[name] = value
     if seed is not None:
         given["seed"] = seed
-    from mtem import models, settings
+    from mtem import models
     from mtem.run.adapt import adapt as run_adapt
 
-    if features is not None and "features" not in settings.names(models.get_class(model).Settings):
-        raise RequestError(f"--features {features}: only --model {models.BIGCN} has features of posts")
+    if features is not None and model not in models.names("features"):
+        known = " or ".join(models.names("features"))
+        raise RequestError(f"--features {features}: --model {model} has no features of posts; use --model {known}")
     for name in given:
         if name in inspect.signature(run_adapt).parameters:
             raise RequestError(f"--set {name}={given[name]}: '{name}' is an option, not a setting; see 'mtem adapt --help'")

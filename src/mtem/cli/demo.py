@@ -74,7 +74,8 @@ def show(adapted: Adapted, console: Console, progress: Progress) -> None:
         estimate = estimates.get(name)
         text = "no estimate without labels"
         if estimate is not None:
-            text = f"estimated without labels {estimate['accuracy']:.3f} (95 % interval {estimate['low']:.3f} to {estimate['high']:.3f})"
+            interval = f"95 % interval {estimate['low']:.3f} to {estimate['high']:.3f}"
+            text = f"estimated without labels {estimate['accuracy']:.3f} ({interval})"
         console.print(f"  {name:<7}{figures.accuracy:.3f}   {text}")
     chosen = adapted.record["selection"]
     if chosen["kept_source_model"]:

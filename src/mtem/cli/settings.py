@@ -24,16 +24,17 @@ def settings(method: Annotated[str, typer.Argument(help="Method whose settings a
     from mtem.training.settings import TrainingSettings
 
     method_cls = methods.get(method)
-    thread_model = models.get_class(models.BIGCN)
+    others = {name: models.get_class(name) for name in models.names()}
     presets = method_cls.presets
     for title, fields in (
         (f"settings of {method}", method_cls.Settings),
         ("settings of every method", TrainingSettings),
-        (f"settings of --model {models.BIGCN}", thread_model.Settings),
+        *((f"settings of --model {name}", model_cls.Settings) for name, model_cls in others.items()),
     ):
         print_settings(title, fields, presets["recommended"], presets.get("paper", {}))
-    defaults = ", ".join(f"{name} = {value}" for name, value in thread_model.defaults.items())
-    out.print(f"with --model {models.BIGCN} the default is {defaults}", markup=False)
+    for name, model_cls in others.items():
+        defaults = ", ".join(f"{key} = {value}" for key, value in model_cls.defaults.items())
+        out.print(f"with --model {name} the default is {defaults}", markup=False)
 
 
 def print_settings(title: str, fields: type, recommended: dict[str, Any], paper: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""The models: what a method trains, on the contract in `base`, found by name or directory in `registry`."""
+"""The models that methods train: the contract in `base`, and every kind of model by name or directory in `registry`."""
 
-from mtem.models.registry import BIGCN, create, find, get_class, load
+from mtem.models.registry import create, find, get_class, load, names
 
-__all__ = ["BIGCN", "create", "find", "get_class", "load"]
+__all__ = ["create", "find", "get_class", "load", "names"]

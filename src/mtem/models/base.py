@@ -1,45 +1,87 @@
-"""What a model is to the methods and the trainer: a function from a batch to logits, with a head and views of its input.
+"""The contract of a model: a function from a batch to logits, with a head, and with other views of its inputs.
 
-A method may use what stands here and nothing else, so that it serves texts and reply trees alike.
+Methods and the trainer use only what `Model` declares, so they work with texts and with threads. `mtem.models.registry`
+explains how to add another kind of model.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeAlias, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtem.data.corpus import Corpus
 from mtem.data.threads import Thread
+from mtem.errors import RequestError
+from mtem.progress import Progress
 
-Inputs = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# A batch as `collate` makes it. The names are the model's own, except "noise": added to the `input_embeddings` if present.
+Inputs: TypeAlias = Mapping[str, Tensor]
+
+
+class EncodedCorpus(Protocol):
+    """The examples of a corpus as numbers. Only the model that encoded them can `collate` them."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The size of each example: tokens of a text, posts of a thread."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        ...
 
 
 class CosineHead(nn.Module):
-    r"""A classifier that sees only the direction of the features: :math:`W f / (T \lVert f \rVert)`.
+    r"""A classifier that depends only on the direction of the features: :math:`W f / (T \lVert f \rVert)`.
 
-    `weight` is neither normalised nor accompanied by a learned bias; `bias` is zero and there for corrections of the prior.
+    `weight` is not normalized and there is no learned bias. `bias` is a buffer of zeros that a correction of the class prior
+    may change.
+
+    Parameters
+    ----------
+    linear
+        The layer whose weights the head starts from.
+    temperature
+        The divisor :math:`T`.
     """
 
-    def __init__(self, linear: nn.Linear, temperature: float) -> None:
+    in_features: int
+    out_features: int
+    temperature: float
+    weight: nn.Parameter
+    bias: Tensor
+
+    def __init__(self, linear: nn.Linear | CosineHead, temperature: float) -> None:
         super().__init__()
         self.in_features, self.out_features, self.temperature = linear.in_features, linear.out_features, temperature
         self.weight = nn.Parameter(linear.weight.detach().clone())
         self.register_buffer("bias", linear.weight.detach().new_zeros(self.out_features))
 
     def forward(self, features: Tensor) -> Tensor:
+        """Return logits of shape [N, K] for features of shape [N, D]."""
         with torch.autocast(features.device.type, enabled=False):  # a small temperature magnifies half precision's rounding
             directions = F.normalize(features.to(self.weight.dtype), dim=-1)
             return F.linear(directions, self.weight) / self.temperature + self.bias
 
-    # A linear layer W' f with W' = W / (T sqrt(d)) has the same likeliest class for every f as long as the bias is zero, and
-    # about the same confidence where the norm of f is about sqrt(d). That is what is saved, so that others can read the model.
+    # A linear layer W' f with W' = W / (T sqrt(d)) predicts the same class for every f as long as the bias is zero, and has
+    # about the same confidence where the norm of f is about sqrt(d). It is saved in place of this head, so that other
+    # libraries can read the model.
 
     def folded(self) -> nn.Linear:
+        """Return the linear layer that predicts the same classes."""
         linear = nn.Linear(self.in_features, self.out_features, device=self.weight.device, dtype=self.weight.dtype)
         with torch.no_grad():
             linear.weight.copy_(self.weight / (self.temperature * self.in_features**0.5))
@@ -48,6 +90,7 @@ class CosineHead(nn.Module):
 
     @classmethod
     def unfolded(cls, linear: nn.Linear, temperature: float) -> CosineHead:
+        """Return the head that `folded` turned into `linear`."""
         head = cls(linear, temperature)
         with torch.no_grad():
             head.weight.mul_(temperature * head.in_features**0.5)
@@ -56,80 +99,235 @@ class CosineHead(nn.Module):
         return head
 
 
+Head: TypeAlias = nn.Linear | CosineHead
+
+
 @dataclasses.dataclass(frozen=True)
-class NoSettings:
-    """For models that have none of their own."""
+class ModelSettings:
+    """The settings of a model; the base class has none."""
+
+    def check(self) -> None:
+        """Refuse settings that name missing files, before any data is read."""
 
 
-class Model(nn.Module):
-    """The part of the contract that does not depend on what an example is.
+class Model(nn.Module, abc.ABC):
+    """A classifier that methods can train: the part of it that does not depend on what an example is.
 
-    Subclasses add
+    The head must be called with the features of the examples in every forward pass. Parameter names start with "network.".
 
-    ``forward(inputs) -> logits``
-        float32 ``[N, K]``; ``inputs["noise"]``, if there, is added to what `input_embeddings` returns.
-    ``input_embeddings(inputs) -> Tensor``, ``embedding_norms(values, inputs) -> Tensor``
-        the continuous values that stand for the examples (input embeddings), and each example's norm of such values,
-        in a shape that divides them.
-    ``augment(inputs, kind, share, generator) -> inputs``
-        another view of the same examples.
-    ``prepare(inputs) -> inputs``
-        whatever is constant in the trainable parameters, computed once.
-    ``default_learning_rates() -> (source, adaptation)``
-        learning rates where the settings give none.
-    ``classes``, ``head_path``, ``encode``, ``encode_texts``, ``collate``, ``save``, ``load``, ``freeze``, ``depths``, ``differentiable_attention``
-        as in `models.text`.
+    Attributes
+    ----------
+    network
+        The module that computes the logits.
+    head_path
+        The name of the head among the submodules, such as "network.head".
+    max_length
+        The number of tokens that the model reads of a text or post; None: no limit.
+    precision
+        The type used by `autocast`; None: full precision.
+    frozen_layers
+        The number of layers that `freeze` made constant.
+    threads
+        Whether the model reads the replies of a thread.
+    model_type
+        The "model_type" in the config.json of a saved model; None: that of a Hugging Face architecture.
+    Settings
+        The class of the model's own settings.
+    defaults
+        Training settings that suit this model better than the general defaults.
+    presets
+        Preset name -> values that the papers give for this model. They replace those of the method's preset of that name.
+    library_name, pipeline_tag, card_title
+        Entries of the model card: the library that loads the model, the task of a Hugging Face pipeline, the heading.
     """
 
+    network: nn.Module
     head_path: str
-    threads: ClassVar[bool] = False  # whether it sees the replies of a thread
-    Settings: ClassVar[type] = NoSettings
-    # of the training: what suits this model better than the general default
+    max_length: int | None = None
+
+    threads: ClassVar[bool] = False
+    model_type: ClassVar[str | None] = None
+    Settings: ClassVar[type[ModelSettings]] = ModelSettings
     defaults: ClassVar[dict[str, Any]] = {}
-    # preset name -> what the papers give for this model, in place of what a method's preset of that name says
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
-    # of the model card
-    library_name: ClassVar[str]
+    library_name: ClassVar[str] = "mtem"
     pipeline_tag: ClassVar[str | None] = None
-    card_title: ClassVar[str]
-
-    @classmethod
-    def card_usage(cls, record: Mapping[str, Any]) -> str:
-        """Return how to use a saved model, for its card."""
-        raise NotImplementedError
-
-    @classmethod
-    def warnings_for(cls, corpus: Any) -> list[str]:
-        """Return what a user should know about giving this corpus to such a model."""
-        return []
+    card_title: ClassVar[str] = "A classifier"
 
     def __init__(self) -> None:
         super().__init__()
-        self.precision: torch.dtype | None = None  # autocast type, or None for full precision
+        self.precision: torch.dtype | None = None
         self.frozen_layers = 0
 
+    # ------------------------------------------------------------------ creating, saving, loading
+
+    @classmethod
+    def find(cls, name: str | os.PathLike[str]) -> str:
+        """Return the name that `create` takes for the name given to ``--model``.
+
+        Raises
+        ------
+        RequestError
+            If no such model can be loaded.
+        """
+        return os.fspath(name)
+
+    @classmethod
+    @abc.abstractmethod
+    def create(
+        cls,
+        name: str | os.PathLike[str],
+        classes: Sequence[str],
+        *,
+        corpora: Sequence[Corpus] = (),
+        settings: ModelSettings | None = None,
+        max_length: int = 256,
+        attention: str | None = None,
+        like: Model | None = None,
+    ) -> Self:
+        """Return a model for `classes` before any training. New weights are drawn from torch's global generator.
+
+        Parameters
+        ----------
+        name
+            The name that `find` returned.
+        classes
+            The class names, in the order of the logits.
+        corpora
+            All training data, labeled or not, for models that build their vocabulary from it. Never pass a test set.
+        settings
+            An instance of `Settings`; None: the defaults.
+        max_length
+            The number of tokens to read of each text or post.
+        attention
+            The attention implementation of transformers; None: its default.
+        like
+            A model whose vocabulary is used instead of a new one.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Self:
+        """Return the model in a directory that `save` wrote.
+
+        Raises
+        ------
+        RequestError
+            If the directory is missing, incomplete or damaged.
+        """
+
+    @abc.abstractmethod
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model, and all that is needed to read new examples with it, to a directory."""
+
     @property
-    def head(self) -> Any:
-        """The last layer, from features to one score per class."""
-        return self.get_submodule(self.head_path)
+    @abc.abstractmethod
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the logits."""
 
-    @head.setter
-    def head(self, module: nn.Module) -> None:
-        parent, _, name = self.head_path.rpartition(".")
-        setattr(self.get_submodule(parent), name, module)
+    @classmethod
+    def warnings_for(cls, corpus: Corpus) -> list[str]:
+        """Return what users should know before they give this corpus to a model of this class."""
+        return []
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "head":  # torch would register a module of that name before the property is asked
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
+    @classmethod
+    def usage(cls, settings: Mapping[str, Any], max_length: int | None) -> str:
+        """Return the sentence of the model card that says how to use a saved model.
 
-    def head_names(self) -> set[str]:
-        """The names of the head's trainable parameters among those of the model."""
-        return {name for name in self.trainable() if name.startswith(self.head_path + ".")}
+        Parameters
+        ----------
+        settings
+            The settings of the run by name.
+        max_length
+            The `max_length` of the model.
+        """
+        return "Load it with `mtem.load(PATH)`."
+
+    # ------------------------------------------------------------------ from examples to batches
+
+    @abc.abstractmethod
+    def encode(
+        self, corpus: Corpus, *, cache: Path | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> EncodedCorpus:
+        """Return the encoded corpus, from the cache if it was encoded before.
+
+        Parameters
+        ----------
+        corpus
+            The examples.
+        cache
+            The cache directory; None: that of the corpus.
+        progress
+            Called with (examples done, all examples) from time to time.
+        """
+
+    @abc.abstractmethod
+    def encode_texts(self, texts: Sequence[str]) -> EncodedCorpus:
+        """Return a few encoded texts, in memory."""
+
+    def encode_threads(self, threads: Sequence[Thread]) -> EncodedCorpus:
+        """Return a few encoded threads, in memory. A model of texts reads the root post of each."""
+        return self.encode_texts([thread.texts[0] for thread in threads])
+
+    @abc.abstractmethod
+    def collate(self, encoded: EncodedCorpus, rows: np.ndarray) -> dict[str, Tensor]:
+        """Return the examples at `rows` as one batch."""
+
+    @abc.abstractmethod
+    def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
+        """Return another view of the same examples.
+
+        Parameters
+        ----------
+        inputs
+            A batch.
+        kind
+            One of `mtem.models.augment.KINDS`.
+        share
+            The share of the tokens, words or posts to change.
+        generator
+            A CPU generator, for all random draws.
+        """
+
+    @abc.abstractmethod
+    def input_embeddings(self, inputs: Inputs) -> Tensor:
+        """Return the continuous values that represent the examples; "noise" in `inputs` is added to them."""
+
+    @abc.abstractmethod
+    def embedding_norms(self, values: Tensor, inputs: Inputs) -> Tensor:
+        """Return the norm of each example's values, in a shape that broadcasts against `values`."""
+
+    def unit_directions(self, values: Tensor, inputs: Inputs) -> Tensor:
+        """Return the values divided by the norm of their example. Examples of zeros stay zero."""
+        norms = self.embedding_norms(values, inputs)
+        return values * torch.where(norms > 0, 1 / norms, 0.0)
+
+    def split(self, inputs: Inputs, pieces: int) -> list[tuple[Inputs, slice]]:
+        """Return the batch in up to `pieces` parts, each with the slice of its examples. By default it stays whole."""
+        return [(inputs, slice(None))]
+
+    def probe(self) -> Inputs | None:
+        """Return two tiny examples that show how layers are called; None: layers are not called example by example."""
+        return None
+
+    # ------------------------------------------------------------------ from batches to logits
+
+    @abc.abstractmethod
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Return logits, float32 of shape [N, K]."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, inputs: Inputs) -> Tensor:
+            """Return `forward` of the inputs."""
+            ...
+
+    def prepare(self, inputs: Inputs) -> Inputs:
+        """Return the inputs together with everything that does not depend on trainable parameters, computed once."""
+        return inputs
 
     def logits_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Logits, and what the head sees of each example; both with their graph."""
+        """Return logits and the features that enter the head, both differentiable."""
         seen: list[Tensor] = []
         handle = self.head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
         try:
@@ -141,37 +339,143 @@ class Model(nn.Module):
             features = features[:, 0]
         return logits, features.float()
 
-    def split(self, inputs: Inputs, pieces: int) -> list[tuple[Inputs, slice]]:
-        """The batch in up to so many pieces, each with the examples it holds; models that cannot cut it leave it whole."""
-        return [(inputs, slice(None))]
-
-    def probe(self) -> Inputs | None:
-        """Two tiny examples, for a look at how the layers are called; None: the layers are not called example by example."""
-        return None
-
-    def encode_threads(self, trees: Sequence[Thread]) -> Any:
-        """A handful of threads, in memory; a model of texts sees their roots."""
-        return self.encode_texts([tree.texts[0] for tree in trees])
-
-    def unit_directions(self, values: Tensor, inputs: Inputs) -> Tensor:
-        """The values divided by each example's norm: directions of length 1 (an example of zeros stays one)."""
-        norms = self.embedding_norms(values, inputs)
-        return values * torch.where(norms > 0, 1 / norms, 0.0)
-
-    def train(self, mode: bool = True) -> Model:
-        """As ever, but without a walk through all layers when nothing changes: methods say the mode several times a step."""
-        network = getattr(self, "network", self)
-        return self if self.training is mode and network.training is mode else super().train(mode)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+    def differentiable_attention(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which attention has forward-mode and second derivatives."""
+        return contextlib.nullcontext()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of one forward pass in the model's `precision`."""
         # One region per forward: autocast keeps copies of the weights while it is open, and they change between forwards.
         if self.precision is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode. Layers are visited only if it changes, since methods set it several times in each step."""
+        return self if self.training is mode and self.network.training is mode else super().train(mode)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(self.parameters()).device
+
+    # ------------------------------------------------------------------ head, layers, parameters
+
+    @property
+    def head(self) -> Head:
+        """The last layer, from features to logits."""
+        parent, _, name = self.head_path.rpartition(".")
+        # Not by `getattr`: with head_path = "head" that would be this property again.
+        return cast(Head, self.get_submodule(parent)._modules[name])
+
+    @head.setter
+    def head(self, module: nn.Module) -> None:
+        parent, _, name = self.head_path.rpartition(".")
+        nn.Module.__setattr__(self.get_submodule(parent), name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the head through its property, which torch would otherwise hide behind a submodule."""
+        if name == "head":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def head_names(self) -> set[str]:
+        """Return the names of the head's trainable parameters."""
+        return {name for name in self.trainable() if name.startswith(self.head_path + ".")}
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Return the trainable parameters by name."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    @abc.abstractmethod
+    def default_learning_rates(self) -> tuple[float, float]:
+        """Return the learning rates of the source training and of the adaptation for settings that give none."""
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether `layers` is a list of layers that run one after the other, each once."""
+        return False
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers from the input to the output; empty unless `has_layers`."""
+        return nn.ModuleList()
+
+    def depths(self) -> dict[str, int]:
+        """Return the depth of each parameter: 0 embeddings, 1..L layers, L+1 the head; empty: all are equally deep."""
+        return {}
+
+    def freeze(self, layers: int) -> None:
+        """Make the embeddings and the first `layers` layers constant; a negative number counts the trainable ones."""
+        if layers:
+            raise RequestError(f"frozen_layers={layers}: this model has no pretrained layers to freeze; use 0")
+
+    def keep_lower(self, encoded: EncodedCorpus, path: Path, progress: Progress, name: str, limit: float) -> EncodedCorpus:
+        """Return the corpus with the output of the frozen layers, computed once and stored, if there are any.
+
+        Parameters
+        ----------
+        encoded
+            The encoded corpus.
+        path
+            The file to store the output in.
+        progress, name
+            Shows the work as a stage of this name.
+        limit
+            The largest size in bytes; a corpus that needs more is returned unchanged.
+        """
+        return encoded
+
+
+class ArrayModel(Model):
+    """A model whose examples are rows of numbers in memory ("values"). It reads no texts and cannot be saved.
+
+    For experiments with small networks; subclasses define `forward`, `collate` and `head_path`.
+    """
+
+    classes: tuple[str, ...] = ()
+
+    def input_embeddings(self, inputs: Inputs) -> Tensor:
+        """Return the rows."""
+        return inputs["values"]
+
+    def embedding_norms(self, values: Tensor, inputs: Inputs) -> Tensor:
+        """Return the norm of each row, [N, 1]."""
+        return values.square().sum(dim=1, keepdim=True).sqrt()
+
+    @classmethod
+    def _refuse(cls) -> NoReturn:
+        raise NotImplementedError(f"{cls.__name__}: its examples are arrays in memory")
+
+    @classmethod
+    def create(cls, name: str | os.PathLike[str], classes: Sequence[str], **_: Any) -> Self:
+        """Refuse."""
+        cls._refuse()
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Self:
+        """Refuse."""
+        cls._refuse()
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Refuse."""
+        self._refuse()
+
+    def encode(
+        self, corpus: Corpus, *, cache: Path | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> EncodedCorpus:
+        """Refuse."""
+        self._refuse()
+
+    def encode_texts(self, texts: Sequence[str]) -> EncodedCorpus:
+        """Refuse."""
+        self._refuse()
+
+    def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
+        """Refuse."""
+        self._refuse()
+
+    def default_learning_rates(self) -> tuple[float, float]:
+        """Refuse."""
+        self._refuse()

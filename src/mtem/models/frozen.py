@@ -1,51 +1,79 @@
-"""Frozen lower layers: an encoder cut in two, and the lower half's output kept on disk.
+"""Frozen lower layers: an encoder cut in two, and the output of the lower part kept on disk.
 
-The lower part of a frozen encoder is a constant function of the text. It runs once per text; what a method then passes
-through the network, however often, is the upper part alone.
+The lower part of a frozen encoder is a constant function of the text. It runs once for each text; methods then pass its output
+through the upper part alone, however often.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from mtem.atomic import replaced
 from mtem.data.batching import sequential
 from mtem.data.tokens import Tokens
 from mtem.progress import Progress
 
-TOKENS_PER_BATCH = 1024  # of the lower pass: what a layer makes of so many stays in a processor's cache
+TOKENS_PER_BATCH = 1024  # in the lower part: the activations of that many tokens fit into a processor's cache
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class FrozenTokens:
-    """Tokens together with what enters the first trainable layer, memory-mapped."""
+    """Tokens together with the input of the first trainable layer, memory-mapped.
+
+    Parameters
+    ----------
+    tokens
+        The tokens of the texts.
+    values
+        One row for each token of all texts, [tokens, width].
+    """
 
     def __init__(self, tokens: Tokens, values: np.ndarray) -> None:
         self.tokens, self.values = tokens, values
-        self.lengths = tokens.lengths
-        self.starts = np.concatenate([[0], np.cumsum(np.asarray(tokens.lengths, dtype=np.int64))])
+        self.lengths: np.ndarray = tokens.lengths
+        self.starts = _starts(tokens)
 
     def __len__(self) -> int:
+        """Return the number of texts."""
         return len(self.tokens)
 
     def ids(self, row: int) -> np.ndarray:
+        """Return the token numbers of a text."""
         return self.tokens.ids(row)
 
     def hidden(self, row: int) -> np.ndarray:
+        """Return the input of the first trainable layer for a text, [tokens, width]."""
         return self.values[self.starts[row] : self.starts[row + 1]]
 
 
 def frozen_tokens(
     tokens: Tokens, lower: Callable[[np.ndarray], Tensor], width: int, path: Path, progress: Progress, name: str
 ) -> FrozenTokens:
-    """Run `lower` (rows -> [rows, tokens, width]) over all texts once, into `path`; a complete file is used again."""
+    """Return the tokens with the output of the lower part for every text.
+
+    Parameters
+    ----------
+    tokens
+        The tokens of the texts.
+    lower
+        The lower part, from row numbers to a tensor [rows, tokens, width].
+    width
+        The last dimension of that tensor.
+    path
+        The file of the output. A complete file is used again.
+    progress, name
+        Shows the work as a stage of this name.
+    """
     total = int(np.asarray(tokens.lengths, dtype=np.int64).sum())
     if not path.exists():
         with replaced(path) as temporary, progress.stage(name, len(tokens)):
@@ -54,8 +82,8 @@ def frozen_tokens(
 
 
 def _write(path: Path, tokens: Tokens, lower: Callable[[np.ndarray], Tensor], shape: tuple[int, int], progress: Progress) -> None:
-    """Written, not mapped: on a full disk a write fails, while a mapped page takes the whole process with it."""
-    starts = np.concatenate([[0], np.cumsum(np.asarray(tokens.lengths, dtype=np.int64))])
+    # Written, not mapped: on a full disk a write raises an error, while a mapped page kills the process.
+    starts = _starts(tokens)
     done = 0
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
@@ -69,13 +97,20 @@ def _write(path: Path, tokens: Tokens, lower: Callable[[np.ndarray], Tensor], sh
             progress.advance(done)
 
 
+def _starts(tokens: Tokens) -> np.ndarray:
+    """Return the first row of each text, and the end of the last."""
+    return np.concatenate([[0], np.cumsum(np.asarray(tokens.lengths, dtype=np.int64))])
+
+
 class _ReachedError(Exception):
+    """Carries the input of the first trainable layer out of the forward pass."""
+
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 class _Passthrough(nn.Module):
-    """Stands in for the embeddings when the lower part's output is given as `inputs_embeds`."""
+    """Replaces the embeddings when the output of the lower part is given as `inputs_embeds`."""
 
     def forward(self, *arguments: Any, **named: Any) -> Tensor:
         given = [*arguments, *named.values()]
@@ -83,43 +118,63 @@ class _Passthrough(nn.Module):
 
 
 def run_lower(
-    network: nn.Module, first: nn.Module, ids: Tensor, mask: Tensor | None, autocast: Callable[[], AbstractContextManager[Any]]
+    network: PreTrainedModel,
+    first: nn.Module,
+    ids: Tensor,
+    mask: Tensor | None,
+    autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """What enters the layer `first`: without gradients, without dropout, and without running the rest."""
+    """Return the input of the layer `first`, without gradients, without dropout, and without running the later layers.
+
+    Parameters
+    ----------
+    network
+        The whole encoder.
+    first
+        The first trainable layer.
+    ids, mask
+        Token numbers and attention mask.
+    autocast
+        Makes the context that sets the precision.
+    """
 
     def stop(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         raise _ReachedError(arguments[0] if arguments else named["hidden_states"])
 
     handle = first.register_forward_pre_hook(stop, with_kwargs=True)
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
     try:
-        with torch.no_grad(), autocast():
+        with _evaluation_mode(network), torch.no_grad(), autocast():
             network(input_ids=ids, attention_mask=mask)
     except _ReachedError as reached:
         return reached.hidden.float()
     finally:
         handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
-    raise AssertionError("the first trainable layer was never reached")
+    raise AssertionError("the first trainable layer was not called")
 
 
-def upper_part(network: nn.Module, path: str, layers: int) -> nn.Module | None:
-    """The network from layer `layers` on, fed through `inputs_embeds`; None where its embeddings were not found.
+def upper_part(network: PreTrainedModel, path: str, layers: int) -> PreTrainedModel | None:
+    """Return the network from layer `layers` on, with `inputs_embeds` as input; None if it has no module "embeddings".
 
     The layers and the head are the network's own modules; only the containers above them are shallow copies.
+
+    Parameters
+    ----------
+    network
+        The whole encoder with its head.
+    path
+        The path of the list of layers in the network.
+    layers
+        The number of layers to leave out.
     """
     base = getattr(network, network.base_model_prefix, None)
     if base is None or not isinstance(getattr(base, "embeddings", None), nn.Module):
         return None
 
-    def shallow(module: nn.Module, names: list[str]) -> nn.Module:
+    def shallow(module: Module, names: list[str]) -> Module:
         twin = copy.copy(module)
         twin._modules = dict(module._modules)
-        child = module._modules[names[0]]
-        rest = names[1:]
-        twin._modules[names[0]] = shallow(child, rest) if rest else nn.ModuleList(list(child)[layers:])
+        child, rest = cast(nn.Module, module._modules[names[0]]), names[1:]
+        twin._modules[names[0]] = shallow(child, rest) if rest else nn.ModuleList(list(cast(nn.ModuleList, child))[layers:])
         if module is base:
             twin._modules["embeddings"] = _Passthrough()
         return twin
@@ -127,20 +182,29 @@ def upper_part(network: nn.Module, path: str, layers: int) -> nn.Module | None:
     return shallow(network, path.split("."))
 
 
-def same_function(network: nn.Module, upper: nn.Module, lower: Callable[[Mapping[str, Tensor]], Tensor]) -> bool:
-    """Whether lower and upper part together are the network: architectures differ, so it is tried, not assumed."""
+def same_function(network: PreTrainedModel, upper: PreTrainedModel, lower: Callable[[Mapping[str, Tensor]], Tensor]) -> bool:
+    """Return whether the lower and the upper part together compute what the network does.
+
+    Architectures differ, so this is tested with an example.
+    """
     device = next(network.parameters()).device
     ids = torch.tensor([[7, 11, 13, 5], [3, 2, 9, 6]], device=device) % network.config.vocab_size
     inputs = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=device)}
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
     try:
-        with torch.no_grad():
+        with _evaluation_mode(network), torch.no_grad():
             whole = network(**inputs).logits
             parts = upper(inputs_embeds=lower(inputs), attention_mask=inputs["attention_mask"]).logits
         return bool(torch.allclose(whole, parts, atol=1e-4, rtol=1e-4))
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError, StopIteration):
         return False
+
+
+@contextmanager
+def _evaluation_mode(network: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode

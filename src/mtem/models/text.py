@@ -3,77 +3,90 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from mtem.data.batching import on_device
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
-from mtem.models import augment, encoders, integrity
-from mtem.models.base import CosineHead, Inputs, Model
+from mtem.models import augment, encoders, integrity, pretrained
+from mtem.models.base import CosineHead, EncodedCorpus, Inputs, Model, ModelSettings
 from mtem.models.frozen import FrozenTokens, frozen_tokens, run_lower, same_function, upper_part
 from mtem.progress import Progress
 
-LONGEST = 512  # when neither the tokenizer nor the configuration says
-# Architectures whose layers all attend to all positions, and that hand a mask with four axes on as it is.
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Architectures in which every layer attends to all positions and passes a mask with four axes on unchanged.
 SAME_MASK_IN_ALL_LAYERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
 COSINE = "mtem_cosine_temperature"  # in the configuration of a model whose head was a CosineHead
 
 
 class TextModel(Model):
-    """Encoder, head and tokenizer.
+    """An encoder with its head and its tokenizer.
 
-    `forward` takes the inputs made by `collate` and returns float32 logits. With `frozen_layers` > 0 the embeddings and the
-    first layers are constants: they run without gradients and without dropout, once per batch (`prepare`), however often a
-    method passes the batch through the rest.
+    `forward` takes the batches of `collate` and returns float32 logits. With `frozen_layers` > 0 the embeddings and the first
+    layers are constant: they run without gradients and without dropout, once for each batch (`prepare`), however often a
+    method passes the batch through the other layers.
+
+    Parameters
+    ----------
+    network
+        A sequence classifier of transformers.
+    tokenizer
+        Its tokenizer.
+    max_length
+        The number of tokens to read of each text.
     """
 
     library_name = "transformers"
     pipeline_tag = "text-classification"
     card_title = "A text classifier"
 
-    @classmethod
-    def card_usage(cls, record: Mapping[str, Any]) -> str:
-        """Return how to use a saved model, for its card."""
-        return (
-            f"Texts are truncated at {record['resolved']['max_length']} tokens. A pipeline needs to be told: "
-            '`pipeline("text-classification", PATH)(texts, truncation=True)`.'
-        )
+    network: PreTrainedModel
+    max_length: int
 
-    @classmethod
-    def warnings_for(cls, corpus: Corpus) -> list[str]:
-        """Return what a user should know about giving this corpus to such a model."""
-        if not corpus.threaded:
-            return []
-        return [f"{corpus.name}: these are threads; an encoder reads their first post only; --model bigcn reads the replies"]
-
-    def __init__(self, network: nn.Module, tokenizer: Any, max_length: int) -> None:
+    def __init__(self, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         super().__init__()
         self.network = network
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.head_path = "network." + _head_path(network)
-        self._upper: list[nn.Module] = []  # a list hides it from the module registry: its weights are network's
-        self._tokens: tuple[Tensor, Tensor] | None = None
+        self._upper: list[PreTrainedModel] = []  # a list hides it from the module registry: its weights are network's
+        self._vocabulary_flags: tuple[Tensor, Tensor] | None = None
 
-    # ------------------------------------------------------------------ making, saving, loading
+    # ------------------------------------------------------------------ creating, saving, loading
+
+    @classmethod
+    def find(cls, name: str | os.PathLike[str]) -> str:
+        """Return the directory of an encoder, given by a packaged name, a directory or a Hugging Face name."""
+        return encoders.find(name)
 
     @classmethod
     def create(
-        cls, name: str | os.PathLike[str], classes: Sequence[str], *, max_length: int = 256, attention: str | None = None
-    ) -> TextModel:
-        """A pretrained encoder with a new head for `classes`; the head is drawn from torch's global generator."""
+        cls,
+        name: str | os.PathLike[str],
+        classes: Sequence[str],
+        *,
+        corpora: Sequence[Corpus] = (),
+        settings: ModelSettings | None = None,
+        max_length: int = 256,
+        attention: str | None = None,
+        like: Model | None = None,
+    ) -> Self:
+        """Return a pretrained encoder with a new head for `classes`, drawn from torch's global generator.
+
+        `corpora`, `settings` and `like` are ignored: the vocabulary is the encoder's.
+        """
         labels = dict(enumerate(classes))
         network, tokenizer = _load(
             encoders.find(name),
@@ -84,32 +97,45 @@ class TextModel(Model):
             label2id={label: number for number, label in labels.items()},
             problem_type="single_label_classification",
         )
-        network.config.__dict__.pop(COSINE, None)  # of the run that made the encoder: this head is a new one
-        return cls(network, tokenizer, min(max_length, longest(network, tokenizer)))
+        network.config.__dict__.pop(COSINE, None)  # from the run that made the encoder: this head is new
+        return cls(network, tokenizer, min(max_length, pretrained.max_positions(network, tokenizer)))
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str], *, attention: str | None = None) -> TextModel:
-        """A model that `save` wrote, or any text classifier in the same form; every one of its weights must be there."""
-        place = Path(directory).absolute()  # never the name of an encoder elsewhere
-        if not place.is_dir():
+    def load(cls, directory: str | os.PathLike[str], *, attention: str | None = None) -> Self:
+        """Return a model that `save` wrote, or any other text classifier of transformers with all its weights.
+
+        Parameters
+        ----------
+        directory
+            A Hugging Face directory.
+        attention
+            The attention implementation of transformers; None: its default.
+
+        Raises
+        ------
+        RequestError
+            If the directory is missing, incomplete or damaged.
+        """
+        path = Path(directory).absolute()  # never the name of an encoder elsewhere
+        if not path.is_dir():
             raise RequestError(f"{directory}: no such folder; {integrity.AGAIN}")
-        integrity.check_files(place, str(directory))
-        network, tokenizer = _load(str(place), str(directory), attention, classifier=True)
-        model = cls(network, tokenizer, longest(network, tokenizer))
+        integrity.check_files(path, str(directory))
+        network, tokenizer = _load(str(path), str(directory), attention, classifier=True)
+        model = cls(network, tokenizer, pretrained.max_positions(network, tokenizer))
         temperature = getattr(network.config, COSINE, None)
         if temperature:
-            model.head = CosineHead.unfolded(model.head, float(temperature))
+            model.head = CosineHead.unfolded(cast(nn.Linear, model.head), float(temperature))
         return model
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """A plain Hugging Face directory: config.json, model.safetensors, the tokenizer cut to the training length."""
+        """Write a Hugging Face directory: config.json, model.safetensors, and the tokenizer with the training length."""
         self.tokenizer.model_max_length = self.max_length
         head = self.head
         try:
             if isinstance(head, CosineHead):
                 setattr(self.network.config, COSINE, head.temperature)
                 self.head = head.folded()
-            with quietly():
+            with pretrained.quietly():
                 self.network.save_pretrained(directory, safe_serialization=True)
                 self.tokenizer.save_pretrained(directory)
         finally:
@@ -117,20 +143,41 @@ class TextModel(Model):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        names = self.network.config.id2label
+        """The class names in the configuration, in the order of the logits."""
+        names = cast(dict[int, str], self.network.config.id2label)
         return tuple(str(names[number]) for number in range(len(names)))
+
+    @classmethod
+    def warnings_for(cls, corpus: Corpus) -> list[str]:
+        """Return a warning for a corpus of threads, whose replies an encoder does not read."""
+        if not corpus.threaded:
+            return []
+        return [f"{corpus.name}: contains threads; an encoder reads only the first post of each, --model bigcn reads the replies"]
+
+    @classmethod
+    def usage(cls, settings: Mapping[str, Any], max_length: int | None) -> str:
+        """Return how to use the model in a pipeline, with the length of its training."""
+        return (
+            f"Texts are truncated to {max_length} tokens. A pipeline truncates them if asked to: "
+            '`pipeline("text-classification", PATH)(texts, truncation=True)`.'
+        )
 
     # ------------------------------------------------------------------ from texts to tensors
 
-    def encode(self, corpus: Corpus, *, cache: Path | None = None, progress: Any = None) -> Tokens:
+    def encode(self, corpus: Corpus, *, cache: Path | None = None, progress: Callable[[int, int], None] | None = None) -> Tokens:
+        """Return the tokens of a corpus, from the cache if it was tokenized before."""
         return tokenize(corpus, self.tokenizer, self.max_length, cache=cache, progress=progress)
 
     def encode_texts(self, texts: Sequence[str]) -> Tokens:
-        """A handful of texts, in memory."""
+        """Return the tokens of a few texts, in memory."""
         return Tokens.of_ids(encode(texts, self.tokenizer, self.max_length) if texts else [])
 
-    def collate(self, tokens: Tokens | FrozenTokens, rows: np.ndarray) -> dict[str, Tensor]:
-        """The rows as one padded batch on the model's device. A mask that hides nothing has a single value in memory."""
+    def collate(self, encoded: EncodedCorpus, rows: np.ndarray) -> dict[str, Tensor]:
+        """Return the rows as one padded batch on the model's device: "input_ids", "attention_mask", and "hidden" if stored.
+
+        A mask without padding is one value in memory, expanded.
+        """
+        tokens = _tokens(encoded)
         sequences = [tokens.ids(int(row)) for row in rows]
         lengths = np.array([len(sequence) for sequence in sequences])
         width = max(1, int(lengths.max()))
@@ -146,20 +193,30 @@ class TextModel(Model):
         if isinstance(tokens, FrozenTokens):
             hidden = np.zeros((len(sequences), width, tokens.values.shape[1]), dtype=np.float32)
             for line, row in enumerate(rows):
-                kept = tokens.hidden(int(row))
-                hidden[line, : len(kept)] = kept
+                stored = tokens.hidden(int(row))
+                hidden[line, : len(stored)] = stored
             batch["hidden"] = on_device(hidden, device)
         return batch
 
     # ------------------------------------------------------------------ other views of the same texts
 
     def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
-        """The same texts with a random share of their tokens masked, or of their words deleted or swapped.
+        """Return the same texts with a random share of their tokens masked, or of their words deleted or swapped.
 
-        "mixed" does all three, each to a third of the share; "dropout" leaves the texts as they are, for the view is the
-        model's own noise in training mode. A masked token becomes the tokenizer's mask token; where there is none, or the
-        lower layers' output stands in for the text, it is taken out of the attention instead. Deleted and swapped words
-        have the lower layers run again.
+        A masked token becomes the tokenizer's mask token. Without a mask token, or where "hidden" replaces the text, it is
+        removed from the attention instead. Texts with deleted or swapped words pass through the frozen layers again.
+
+        Parameters
+        ----------
+        inputs
+            A batch.
+        kind
+            "mask", "delete" or "swap"; "mixed": all three, each with a third of the share; "dropout": the unchanged texts,
+            since the view is the model's own dropout.
+        share
+            The share of the tokens or words to change.
+        generator
+            A CPU generator, for all random draws.
         """
         if kind == "dropout" or not share:
             return inputs
@@ -181,33 +238,36 @@ class TextModel(Model):
         return {"input_ids": ids, "attention_mask": mask}
 
     def _vocabulary(self) -> tuple[Tensor, Tensor]:
-        """Of every token: whether it goes on with a word, and whether it is special."""
-        if self._tokens is None or self._tokens[0].device != self.device:
-            size = max(len(self.tokenizer), self.network.get_input_embeddings().num_embeddings)
-            known = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
-            names = ["" if name is None else str(name) for name in known]
+        """For every token: whether it continues a word, and whether it is special."""
+        if self._vocabulary_flags is None or self._vocabulary_flags[0].device != self.device:
+            embeddings = cast(nn.Embedding, self.network.get_input_embeddings())
+            size = max(len(self.tokenizer), embeddings.num_embeddings)
+            tokens = self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer))))
+            names = ["" if name is None else str(name) for name in tokens]
             continues, special = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
             continues[: len(names)] = torch.tensor(augment.continuations(names), dtype=torch.bool)
             roles = (getattr(self.tokenizer, f"{role}_token_id") for role in ("bos", "eos", "cls", "sep", "pad", "mask"))
-            # An unknown word is a word, unless its token serves as another one too.
+            # An unknown word is a word, unless its token has another role too.
             numbers = (set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}) | {*roles} - {None}
             special[[number for number in numbers if number < size]] = True
-            self._tokens = continues.to(self.device), special.to(self.device)
-        return self._tokens
+            self._vocabulary_flags = continues.to(self.device), special.to(self.device)
+        return self._vocabulary_flags
 
     def input_embeddings(self, inputs: Inputs) -> Tensor:
-        """The input embeddings, or what enters the first trainable layer; zeros in the place of padding."""
+        """Return the input embeddings, or the input of the first trainable layer; zeros at padding."""
         inputs = self.prepare(inputs)
-        values = inputs["hidden"] if "hidden" in inputs else self.network.get_input_embeddings()(inputs["input_ids"])
+        values: Tensor = inputs["hidden"] if "hidden" in inputs else self.network.get_input_embeddings()(inputs["input_ids"])
         return (values * inputs["attention_mask"].unsqueeze(-1)).detach().float()
 
     def embedding_norms(self, values: Tensor, inputs: Inputs) -> Tensor:
-        """The norm over all tokens of each text, [N, 1, 1]."""
-        return torch.linalg.vector_norm(values, dim=(1, 2), keepdim=True)
+        """Return the norm over all tokens of each text, [N, 1, 1]."""
+        norms: Tensor = torch.linalg.vector_norm(values, dim=(1, 2), keepdim=True)
+        return norms
 
     # ------------------------------------------------------------------ the function
 
     def forward(self, inputs: Inputs) -> Tensor:
+        """Return float32 logits, [N, K]."""
         inputs = self.prepare(inputs)
         noise = inputs.get("noise")
         with self.autocast():
@@ -217,38 +277,41 @@ class TextModel(Model):
             else:
                 with _added(self.network.get_input_embeddings(), noise):
                     out = self.network(input_ids=inputs["input_ids"], attention_mask=self._mask(inputs))
-        return out.logits.float()
+        logits: Tensor = out.logits
+        return logits.float()
 
     def _mask(self, inputs: Inputs) -> Tensor | None:
-        """The attention mask in a form that transformers takes without looking at its values, which would wait for the GPU."""
+        """Return the attention mask in a form whose values transformers does not inspect, which would wait for the GPU."""
         mask = inputs["attention_mask"]
         if all(step == 0 or size == 1 for step, size in zip(mask.stride(), mask.shape, strict=True)):
-            return None  # it hides nothing
+            return None  # no padding
         config = self.network.config
         if config.model_type in SAME_MASK_IN_ALL_LAYERS and config._attn_implementation == "sdpa":
             return mask.bool()[:, None, None, :]
         return mask
 
     def split(self, inputs: Inputs, pieces: int) -> list[tuple[Inputs, slice]]:
+        """Return the batch in up to `pieces` parts of equal size, each with the slice of its examples."""
         count = len(inputs["input_ids"])
         size = -(-count // max(1, pieces))
         parts = [slice(start, start + size) for start in range(0, count, size)]
         return [({name: value[part] for name, value in inputs.items()}, part) for part in parts]
 
     def probe(self) -> Inputs:
+        """Return two texts of four and two tokens."""
         ids = torch.tensor([[7, 11, 13, 5], [3, 2, 9, 6]], device=self.device) % self.network.config.vocab_size
         mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=self.device)
         return self.prepare({"input_ids": ids, "attention_mask": mask})
 
     def prepare(self, inputs: Inputs) -> Inputs:
-        """With frozen layers: the inputs with the frozen part's output added, so that it is computed once."""
+        """Return the inputs with the output of the frozen layers added as "hidden", so that it is computed once."""
         if not self._upper or "hidden" in inputs:
             return inputs
         return {**inputs, "hidden": self.lower(inputs)}
 
     @contextlib.contextmanager
     def differentiable_attention(self) -> Iterator[None]:
-        """Attention with forward-mode and double backward derivatives, whatever kernel the model was loaded with."""
+        """Use attention with forward-mode and second derivatives, whatever implementation the model was loaded with."""
         config = self.network.config
         loaded = config._attn_implementation
         if loaded not in ("eager", "sdpa"):
@@ -263,11 +326,12 @@ class TextModel(Model):
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self.network.get_submodule(self._layers_path())
+        """The layers of the encoder."""
+        return cast(nn.ModuleList, self.network.get_submodule(self._layers_path()))
 
     @property
     def has_layers(self) -> bool:
-        """Whether the layers are a list; some encoders pass through one layer many times."""
+        """Whether the layers are a list; some encoders apply one layer many times."""
         try:
             return bool(self._layers_path())
         except RequestError:
@@ -277,13 +341,13 @@ class TextModel(Model):
         count = getattr(self.network.config, "num_hidden_layers", None) or getattr(self.network.config, "n_layers", None)
         for path, module in self.network.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
-                return path
+                return str(path)
         raise RequestError(
-            f"{type(self.network).__name__}: its list of layers was not found; set frozen_layers=0 and layer_decay=1"
+            f"{type(self.network).__name__}: cannot find its list of layers; set frozen_layers=0 and layer_decay=1"
         )
 
     def depths(self) -> dict[str, int]:
-        """Each parameter's depth: 0 the embeddings, 1..L the layers, L+1 the head."""
+        """Return the depth of each parameter: 0 embeddings, 1..L layers, L+1 the head."""
         path = self._layers_path()
         top = len(self.layers) + 1
         outside = _outside_layers(self.network)
@@ -297,7 +361,7 @@ class TextModel(Model):
         return depths
 
     def freeze(self, layers: int) -> None:
-        """Make the embeddings and the first `layers` layers constants; -2 keeps the upper two trainable."""
+        """Make the embeddings and the first `layers` layers constant; -2: all layers but the last two."""
         total = len(self.layers) if layers else 0
         layers = max(0, total + layers) if layers < 0 else layers
         if layers > total:
@@ -308,38 +372,58 @@ class TextModel(Model):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not layers or depths[name] > layers)
         upper = upper_part(self.network, self._layers_path(), layers) if 0 < layers < total else None
-        precision, self.precision = self.precision, None  # the two are compared in full precision
+        precision, self.precision = self.precision, None  # they are compared in full precision
         if upper is not None and same_function(self.network, upper, self.lower):
             self._upper = [upper]
         self.precision = precision
 
     def default_learning_rates(self) -> tuple[float, float]:
-        """A few upper layers alone have farther to go, and no pretrained layers below that could suffer."""
+        """Return larger rates if layers are frozen: the others have further to go, and cannot damage pretrained layers below."""
         return (5e-4, 2e-4) if self.frozen_layers else (5e-5, 2e-5)
 
     def lower(self, inputs: Inputs) -> Tensor:
-        """What enters the first trainable layer: no gradients, no dropout."""
+        """Return the input of the first trainable layer, without gradients and without dropout."""
         return run_lower(self.network, self.layers[self.frozen_layers], inputs["input_ids"], self._mask(inputs), self.autocast)
 
-    def keep_lower(self, tokens: Tokens, path: Path, progress: Progress, name: str, limit: float) -> Tokens | FrozenTokens:
-        """The tokens with the frozen part's output on disk, unless that would take more than `limit` bytes."""
+    def keep_lower(self, encoded: EncodedCorpus, path: Path, progress: Progress, name: str, limit: float) -> EncodedCorpus:
+        """Return the tokens with the output of the frozen layers, stored in `path`, unless that takes more than `limit` bytes."""
         width = self.network.config.hidden_size
-        if not self._upper or 4.0 * width * float(np.asarray(tokens.lengths, dtype=np.int64).sum()) > limit:
+        if not self._upper or 4.0 * width * float(np.asarray(encoded.lengths, dtype=np.int64).sum()) > limit:
+            return encoded
+        tokens = _tokens(encoded)
+        if isinstance(tokens, FrozenTokens):
             return tokens
         return frozen_tokens(tokens, lambda rows: self.lower(self.collate(tokens, rows)), width, path, progress, name)
 
 
-def _head_path(network: nn.Module) -> str:
-    """The last linear layer with one output per class."""
+def _tokens(encoded: EncodedCorpus) -> Tokens | FrozenTokens:
+    if not isinstance(encoded, (Tokens, FrozenTokens)):
+        raise TypeError(f"expected Tokens or FrozenTokens, got {type(encoded).__name__}")
+    return encoded
+
+
+def _load(
+    directory: str, name: str, attention: str | None, *, classifier: bool = False, **config: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    auto_cls = AutoModelForSequenceClassification
+    network, tokenizer = pretrained.load(
+        auto_cls, directory, name, attention=attention, classifier=classifier, saved=classifier, **config
+    )
+    network.config.pad_token_id = tokenizer.pad_token_id
+    return network, tokenizer
+
+
+def _head_path(network: PreTrainedModel) -> str:
+    """Return the path of the last linear layer with one output per class."""
     size, inside = network.config.num_labels, network.base_model_prefix + "."
     linear = [name for name, m in network.named_modules() if isinstance(m, nn.Linear) and m.out_features == size]
-    # Some architectures register the head before the encoder, whose layers may be as wide as there are classes.
-    return ([name for name in linear if not name.startswith(inside)] or linear)[-1]
+    # Some architectures register the head before the encoder, whose layers may have as many outputs as there are classes.
+    return str(([name for name in linear if not name.startswith(inside)] or linear)[-1])
 
 
 @contextlib.contextmanager
 def _added(module: nn.Module, noise: Tensor | None) -> Iterator[None]:
-    """The module's output with `noise` added."""
+    """Add `noise` to the output of the module."""
     if noise is None:
         yield
         return
@@ -350,70 +434,9 @@ def _added(module: nn.Module, noise: Tensor | None) -> Iterator[None]:
         handle.remove()
 
 
-def _outside_layers(network: nn.Module) -> list[str]:
-    """Parameter prefixes of the encoder body that belong to the embeddings side (relative position tables too)."""
+def _outside_layers(network: PreTrainedModel) -> list[str]:
+    """Return the prefixes of the encoder's parameters at the depth of the embeddings, such as tables of relative positions."""
     prefix = network.base_model_prefix
     inside = ("embeddings", "embeddings_project", "encoder.relative_attention_bias", "encoder.rel_embeddings")
     words = network.get_input_embeddings()
     return [f"{prefix}.{name}" for name in inside] + [name for name, module in network.named_modules() if module is words]
-
-
-def longest(network: nn.Module, tokenizer: Any) -> int:
-    positions = getattr(network.config, "max_position_embeddings", None) or LONGEST
-    if getattr(network.config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
-        positions -= 2  # these count positions from the padding index on
-    declared = getattr(tokenizer, "model_max_length", None) or positions
-    return int(min(positions, declared))
-
-
-def _load(place: str, name: str, attention: str | None, *, classifier: bool = False, **config: Any) -> tuple[nn.Module, Any]:
-    """The network and tokenizer in the directory `place`, which messages call `name`. A `classifier` has its head already."""
-    # Remote code is never run and only safetensors are read: a model directory is data.
-    safe: dict[str, Any] = {"trust_remote_code": False}
-    try:
-        with quietly():
-            tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, **safe)
-            configuration = AutoConfig.from_pretrained(place, **config, **safe)
-            if classifier:
-                _check_classes(configuration, name)
-            network, info = AutoModelForSequenceClassification.from_pretrained(
-                place,
-                config=configuration,
-                use_safetensors=True,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # those that must match are looked at below
-                output_loading_info=True,
-                **({"attn_implementation": attention} if attention else {}),
-                **safe,
-            )
-        integrity.check_loaded(network, info, name, classifier=classifier)
-        integrity.check_tokenizer(tokenizer, network.get_input_embeddings(), Path(place), name, exactly=classifier)
-    except RequestError:
-        raise
-    except Exception as error:  # damaged files fail in as many ways as there are files
-        raise encoders.damaged(name, error) from error
-    network.config.pad_token_id = tokenizer.pad_token_id
-    return network, tokenizer
-
-
-def _check_classes(configuration: Any, name: str) -> None:
-    names = configuration.id2label or {}
-    if sorted(names) != list(range(len(names))) or len(set(map(str, names.values()))) != len(names) or len(names) < 2:
-        raise RequestError(
-            f"{name}: its config.json names the classes {names} (id2label); two or more, numbered from 0, are wanted"
-        )
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Without the loading report and bars of transformers: a new head is what we asked for."""
-    level = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

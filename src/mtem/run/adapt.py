@@ -240,7 +240,10 @@ def create_model(
     torch.manual_seed(training.seed)
     texts = [corpus for corpus in corpora if corpus is not None]
     like = None if source_model is None else source_model.model
-    model = models.create(name, corpora.source.classes, texts, chosen.model, training, like).to(device)
+    model = models.create(
+        name, corpora.source.classes, corpora=texts, settings=chosen.model, max_length=training.max_length,
+        attention=training.attention, like=like,
+    ).to(device)  # fmt: skip
     method_cls.prepare_model(model, chosen.method)
     if source_model is not None:
         begin_from(model, source_model)

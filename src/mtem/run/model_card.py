@@ -36,7 +36,7 @@ def model_card(record: dict[str, Any], model_cls: type[Model]) -> str:
             f"- {_estimate(record)}",
             *(f"- Warning: {line}" for line in record["warnings"]),
             "",
-            model_cls.card_usage(record),
+            model_cls.usage(record["settings"], record["resolved"]["max_length"]),
         ]
     return str(ModelCard("\n".join(["---", data.to_yaml(), "---", *lines]) + "\n"))
 

@@ -1,1 +1,1 @@
-"""BiGCN over reply trees, and what it needs."""
+"""BiGCN, a classifier of threads, and its features of posts."""

@@ -1,20 +1,20 @@
 r"""BiGCN (Bian et al., "Rumor Detection on Social Media with Bi-Directional Graph Convolutional Networks", AAAI 2020).
 
-A thread is a tree of posts with features :math:`X`. One network reads it from the root down (edges from a post to its
-replies), another from the leaves up, each
+A thread is a tree: its posts are the nodes, with features :math:`X`. One network reads it from the root down (edges from a post
+to its replies), another from the leaves up, each
 
 .. math::
     H_1 &= \hat A X W_1 + b_1, \qquad
     H_2 = \mathrm{ReLU}\bigl(\hat A\, \mathrm{Dropout}(\mathrm{ReLU}([H_1 \,\|\, X^{root}]))\, W_2 + b_2\bigr), \\
     \hat A &= D^{-1/2} (A + I) D^{-1/2}, \qquad S = \mathrm{mean}_{nodes} [H_2 \,\|\, H_1^{root}],
 
-where :math:`A_{ij} = 1` for an edge from j to i, :math:`D` counts what arrives at a post (itself included) and `root` is the row
-of a post's root. A linear head classifies both :math:`S` together. In training every tree loses a share of its edges, drawn anew
-for each direction and pass (DropEdge).
+where :math:`A_{ij} = 1` for an edge from j to i, :math:`D` counts the edges that arrive at a node (with one from itself) and
+`root` is the row of a node's root. A linear head classifies both :math:`S` together. In training every tree loses a share of its
+edges, drawn anew for each direction and pass (DropEdge).
 
-All trees of a batch are one graph. Posts are rows, and index operations do what sparse matrices would: they have forward-mode
-and second derivatives, which sparse matrices have not. The graph may stay on the CPU while the weights are on a GPU: what depends
-on its values (how many, which, drawn how) is found there, and the GPU is sent numbers, so nobody waits for it.
+All trees of a batch are one graph. Nodes are rows, and index operations replace sparse matrices, which have no forward-mode and
+second derivatives. The graph may stay on the CPU while the weights are on a GPU: everything that depends on its values (counts,
+selections, random draws) is computed there and sent as numbers, so the CPU never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -27,51 +27,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtem.data.batching import send
+from mtem.models.base import Head
 
 
 class Graph(NamedTuple):
-    """The trees of a batch. A node has one edge at most, the one to its parent, so an edge is named by its lower end."""
+    """The trees of a batch. Every node but a root has one edge to its parent, so an edge is identified by its lower node."""
 
-    parents: Tensor  # [nodes] the node that each one replies to; a root is its own parent
-    trees: Tensor  # [nodes] the tree that each one belongs to, in ascending order
-    roots: Tensor  # [trees] the root of each
+    parents: Tensor  # [nodes] the parent of each node; a root is its own
+    trees: Tensor  # [nodes] the tree of each node, in ascending order
+    roots: Tensor  # [trees] the root of each tree
 
     @property
     def replies(self) -> Tensor:
-        """Whether a node is one, [nodes]: these are the edges."""
+        """Whether a node is a reply and so has an edge, [nodes]."""
         return self.parents != torch.arange(len(self.parents), device=self.parents.device)
 
     @property
     def sizes(self) -> Tensor:
-        """The nodes of each tree, [trees]."""
+        """The number of nodes of each tree, [trees]."""
         return torch.bincount(self.trees, minlength=len(self.roots))
 
     def on(self, device: torch.device) -> Graph:
+        """Return the graph on a device."""
         return Graph(*(send(each, device) for each in self))
 
 
 class Features(Protocol):
-    """The matrix X of a batch in one form or another."""
+    """The matrix X of a batch, dense or sparse."""
 
     def times(self, weight: Tensor) -> Tensor:
-        """X W, one row for each node."""
+        """Return X W, one row for each node."""
         ...
 
     def roots_times(self, weight: Tensor, dropout: float) -> Tensor:
-        """Dropout(ReLU(X_root)) W, one row for each node; what is dropped differs between the nodes of a tree."""
+        """Return Dropout(ReLU(X_root)) W, one row for each node; every node draws its own dropout."""
         ...
 
 
 class Dense(NamedTuple):
-    """X as it stands."""
+    """X as a matrix."""
 
     values: Tensor  # [nodes, width]
     graph: Graph
 
     def times(self, weight: Tensor) -> Tensor:
+        """Return X W, one row for each node."""
         return (self.values @ weight).to(weight.dtype)
 
     def roots_times(self, weight: Tensor, dropout: float) -> Tensor:
+        """Return Dropout(ReLU(X_root)) W, one row for each node; every node draws its own dropout."""
         _, trees, roots = self.graph.on(self.values.device)
         values = F.relu(self.values.index_select(0, roots))
         if not dropout:
@@ -80,7 +84,7 @@ class Dense(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """X by its entries above zero; those of a tree's root in one piece."""
+    """X by its entries above zero, sorted by node."""
 
     words: Tensor  # [entries] the column
     weights: Tensor  # [entries] the value
@@ -88,16 +92,18 @@ class Sparse(NamedTuple):
     graph: Graph
 
     def times(self, weight: Tensor) -> Tensor:
+        """Return X W, one row for each node."""
         return _product(self.words, self.weights, self.nodes, weight, len(self.graph.parents))
 
     def roots_times(self, weight: Tensor, dropout: float) -> Tensor:
+        """Return Dropout(ReLU(X_root)) W, one row for each node; every node draws its own dropout."""
         _, trees, roots = self.graph
         own = (roots[trees[self.nodes]] == self.nodes).nonzero().squeeze(1)
-        words, weights, places = self.words[own], self.weights[own], trees[self.nodes[own]]
+        words, weights, owners = self.words[own], self.weights[own], trees[self.nodes[own]]
         if not dropout:
-            return _product(words, weights, places, weight, len(roots)).index_select(0, send(trees, weight.device))
-        # Every node has its own copy of the root's entries, and drops its own share of them.
-        counts = torch.bincount(places, minlength=len(roots))
+            return _product(words, weights, owners, weight, len(roots)).index_select(0, send(trees, weight.device))
+        # Every node gets a copy of its root's entries and drops its own share of them.
+        counts = torch.bincount(owners, minlength=len(roots))
         copies, starts = counts[trees], (counts.cumsum(0) - counts)[trees]
         nodes = torch.repeat_interleave(torch.arange(len(trees), device=trees.device), copies)
         entries = torch.arange(len(nodes), device=trees.device) + (starts - (copies.cumsum(0) - copies))[nodes]
@@ -106,9 +112,9 @@ class Sparse(NamedTuple):
         return _product(words[entries], weights[entries] / (1 - dropout), nodes, weight, len(trees))
 
     def dense(self, width: int, device: torch.device) -> Tensor:
-        """The matrix, [nodes, width]."""
-        places, weights = send(self.nodes * width + self.words, device), send(self.weights, device)
-        return weights.new_zeros(len(self.graph.parents) * width).index_add(0, places, weights).view(-1, width)
+        """Return X as a matrix, [nodes, width]."""
+        positions, weights = send(self.nodes * width + self.words, device), send(self.weights, device)
+        return weights.new_zeros(len(self.graph.parents) * width).index_add(0, positions, weights).view(-1, width)
 
 
 def _product(words: Tensor, weights: Tensor, rows: Tensor, weight: Tensor, count: int) -> Tensor:
@@ -117,7 +123,7 @@ def _product(words: Tensor, weights: Tensor, rows: Tensor, weight: Tensor, count
 
 
 def propagate(values: Tensor, start: Tensor, end: Tensor, kept: Tensor) -> Tensor:
-    r""":math:`\hat A` times `values`, for edges from `start` to `end`, of which those with `kept` = 0 are not there."""
+    r"""Return :math:`\hat A` times `values`, for the edges from `start` to `end` with `kept` = 1; the others have 0."""
     degree = torch.ones_like(kept).index_add(0, end, kept)
     share = kept * (degree[start] * degree[end]).rsqrt()
     arriving = values.index_select(0, start) * share.unsqueeze(1)
@@ -125,13 +131,13 @@ def propagate(values: Tensor, start: Tensor, end: Tensor, kept: Tensor) -> Tenso
 
 
 def kept_edges(graph: Graph, rate: float) -> Tensor:
-    """Of each tree's E edges int(E (1 - rate)) at random, [nodes] bool; from torch's global generator."""
+    """Choose int(E (1 - rate)) of the E edges of each tree at random, [nodes] bool; from torch's global generator."""
     replies = graph.replies
     if not rate:
         return replies
     edges = graph.sizes - 1
     limits = (edges.float() * (1 - rate)).floor()
-    # Sorted by tree, then by draw, with the root behind its replies; a tree's first `limit` stay.
+    # Sorted by tree, then by draw, the root last; the first `limit` nodes of a tree keep their edge.
     draws = torch.rand(len(replies), device=replies.device)
     order = torch.argsort(torch.where(replies, draws, 2.0))
     order = order[torch.argsort(graph.trees[order], stable=True)]
@@ -142,7 +148,15 @@ def kept_edges(graph: Graph, rate: float) -> Tensor:
 
 
 class Direction(nn.Module):
-    """Two convolutions with the root's features beside the posts' in the second and behind it."""
+    """Two convolutions in one direction; the root's features enter the second and are appended to its output.
+
+    Parameters
+    ----------
+    width
+        The number of features of a node.
+    hidden
+        The width of each convolution.
+    """
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -153,38 +167,67 @@ class Direction(nn.Module):
     def forward(
         self, features: Features, graph: Graph, sizes: Tensor, edges: tuple[Tensor, Tensor, Tensor], dropout: float
     ) -> Tensor:
-        """S, [trees, 2 hidden]."""
-        own, roots = self.weight2.split([self.hidden, len(self.weight2) - self.hidden])
+        """Return S, [trees, 2 hidden].
+
+        Parameters
+        ----------
+        features
+            The matrix X.
+        graph
+            The graph on the device of the weights.
+        sizes
+            The number of nodes of each tree.
+        edges
+            Start, end and kept, as in `propagate`.
+        dropout
+            The dropout rate.
+        """
+        own, roots = torch.split(self.weight2, [self.hidden, len(self.weight2) - self.hidden])
         first = propagate(features.times(self.weight1), *edges) + self.bias1
         enhanced = (F.dropout(F.relu(first), dropout) @ own).to(first.dtype) + features.roots_times(roots, dropout)
         second = F.relu(propagate(enhanced, *edges) + self.bias2)
         sums = second.new_zeros(len(graph.roots), self.hidden).index_add(0, graph.trees, second)
-        return torch.cat(
-            [sums / sizes.to(second.dtype).unsqueeze(1), first.index_select(0, graph.roots)], dim=1
-        )  # all nodes of a tree have the same root
+        means = sums / sizes.to(second.dtype).unsqueeze(1)
+        return torch.cat([means, first.index_select(0, graph.roots)], dim=1)  # all nodes of a tree have the same root
 
 
 class BiGCN(nn.Module):
-    """Both directions and the head: features of posts in, one score per class and tree out."""
+    """Both directions and the head, from the features of the nodes to one logit per class and tree.
+
+    Parameters
+    ----------
+    width
+        The number of features of a node.
+    classes
+        The number of classes.
+    hidden
+        The width of each convolution.
+    dropout
+        The dropout rate between the convolutions, in training.
+    drop_edge
+        The share of edges dropped in each direction and pass, in training.
+    """
 
     def __init__(self, width: int, classes: int, hidden: int = 64, dropout: float = 0.5, drop_edge: float = 0.2) -> None:
         super().__init__()
         self.dropout, self.drop_edge = dropout, drop_edge
         self.down, self.up = Direction(width, hidden), Direction(width, hidden)
-        self.head: nn.Module = nn.Linear(4 * hidden, classes)
+        self.head: Head = nn.Linear(4 * hidden, classes)
 
     def forward(self, features: Features, graph: Graph) -> Tensor:
+        """Return logits, [trees, classes]."""
         device = self.up.bias1.device
-        there, sizes = graph.on(device), send(graph.sizes, device)
+        moved, sizes = graph.on(device), send(graph.sizes, device)
         nodes = torch.arange(len(graph.parents), device=device)
         dropout, rate = (self.dropout, self.drop_edge) if self.training else (0.0, 0.0)
 
         def kept() -> Tensor:
             return send(kept_edges(graph, rate), device).to(self.up.bias1.dtype)
 
-        up = self.up(features, there, sizes, (nodes, there.parents, kept()), dropout)
-        down = self.down(features, there, sizes, (there.parents, nodes, kept()), dropout)
-        return self.head(torch.cat([up, down], dim=1))
+        up = self.up(features, moved, sizes, (nodes, moved.parents, kept()), dropout)
+        down = self.down(features, moved, sizes, (moved.parents, nodes, kept()), dropout)
+        logits: Tensor = self.head(torch.cat([up, down], dim=1))
+        return logits
 
 
 def _glorot(rows: int, columns: int) -> nn.Parameter:

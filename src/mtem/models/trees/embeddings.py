@@ -1,4 +1,4 @@
-"""Posts as an encoder sees them: the mean of its last layer over a post's tokens, computed once per distinct text."""
+"""Features of posts from an encoder: the mean of its last layer over the tokens, computed once for each distinct text."""
 
 from __future__ import annotations
 
@@ -7,67 +7,59 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from mtem.atomic import replaced
 from mtem.data.batching import sequential
 from mtem.data.cache import cache_folder, fingerprint_of
 from mtem.data.tokens import encode as token_numbers
 from mtem.data.tokens import tokenizer_fingerprint
-from mtem.errors import RequestError
-from mtem.models import encoders, integrity
-from mtem.models.text import longest, quietly
-from mtem.models.trees.features import Arrays, NodeFeatures
+from mtem.models import encoders, integrity, pretrained
+from mtem.models.trees.features import Arrays, PostFeatures
+from mtem.models.trees.store import Store
 
-_FORMAT = "1"  # part of every cache address: raise it when what is written changes
+_FORMAT = "1"  # part of every cache address: increase it when the stored values change
 _TOKENS = 2048  # in a batch, with padding; more is slower on a CPU
 
 
-class Embeddings(NodeFeatures):
-    """Directions of the embeddings, in numbers of about size 1 and half precision, kept in the cache by encoder and text."""
+class Embeddings(PostFeatures):
+    """Normalized embeddings, scaled to values of about 1, in half precision. They are cached by encoder and text.
 
-    kind = "encoder"
+    Parameters
+    ----------
+    network
+        An encoder of transformers.
+    tokenizer
+        Its tokenizer.
+    max_length
+        The number of tokens to read of each post.
+    """
 
-    def __init__(self, network: nn.Module, tokenizer: Any, max_length: int) -> None:
-        self.network, self.tokenizer = network.eval().requires_grad_(False), tokenizer
-        self.max_length = min(max_length, longest(network, tokenizer))
+    name = "encoder"
+    max_length: int
+
+    def __init__(self, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+        network.train(False)
+        network.requires_grad_(False)
+        self.network, self.tokenizer = network, tokenizer
+        self.max_length = min(max_length, pretrained.max_positions(network, tokenizer))
         self.width = int(network.config.hidden_size)
         self.fingerprint = fingerprint_of(
-            _FORMAT, self.kind, _network_fingerprint(network), tokenizer_fingerprint(tokenizer), str(self.max_length)
+            _FORMAT, self.name, _network_fingerprint(network), tokenizer_fingerprint(tokenizer), str(self.max_length)
         )
 
     @classmethod
     def find(cls, name: str | os.PathLike[str], max_length: int) -> Embeddings:
-        """An encoder by a packaged name, a directory or a Hugging Face name."""
-        return cls._of(encoders.find(name, encoders.FEATURES_OPTION), str(name), max_length)
-
-    @classmethod
-    def _of(cls, place: str, name: str, max_length: int, *, exactly: bool = False) -> Embeddings:
-        safe: dict[str, Any] = {"trust_remote_code": False}  # and only safetensors: a model directory is data
-        try:
-            with quietly():
-                tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, **safe)
-                config = AutoConfig.from_pretrained(place, **safe)
-                network, info = AutoModel.from_pretrained(
-                    place, config=config, use_safetensors=True, dtype=torch.float32, ignore_mismatched_sizes=True,
-                    output_loading_info=True, **safe,
-                )  # fmt: skip
-            integrity.check_loaded(network, info, name, classifier=False)
-            integrity.check_tokenizer(tokenizer, network.get_input_embeddings(), Path(place), name, exactly=exactly)
-        except RequestError:
-            raise
-        except Exception as error:  # damaged files fail in as many ways as there are files
-            raise encoders.damaged(name, error) from error
-        return cls(network, tokenizer, max_length)
+        """Return the features of an encoder, given by a packaged name, a directory or a Hugging Face name."""
+        directory = encoders.find(name, encoders.FEATURES_OPTION)
+        return cls(*pretrained.load(AutoModel, directory, str(name)), max_length)
 
     def encode(self, texts: Sequence[str], device: torch.device | None = None, store: Store | None = None) -> Arrays:
-        """{"values": [texts, width]}; with a store only what it does not have is computed, and added to it."""
+        """Return {"values": [texts, width]}. With a store, only missing embeddings are computed, and then added to it."""
         distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         keys = np.array([_key(text) for text in distinct], np.uint64)
         values = np.zeros((len(distinct), self.width), np.float16)
@@ -83,9 +75,10 @@ class Embeddings(NodeFeatures):
 
     @torch.no_grad()
     def _computed(self, texts: list[str], device: torch.device | None) -> np.ndarray:
-        network = self.network.to(device or torch.device("cpu"))
+        network: nn.Module = self.network
+        network.to(device or torch.device("cpu"))
         ids = token_numbers(texts, self.tokenizer, self.max_length)
-        found = np.zeros((len(texts), self.width), np.float16)
+        values = np.zeros((len(texts), self.width), np.float16)
         for rows in sequential(np.array([len(one) for one in ids]), tokens_per_batch=_TOKENS):
             width = max(1, max(len(ids[row]) for row in rows))
             padded = np.full((len(rows), width), self.tokenizer.pad_token_id, np.int64)
@@ -95,76 +88,39 @@ class Embeddings(NodeFeatures):
                 mask[line, : len(ids[row])] = 1
             inputs = {"input_ids": torch.from_numpy(padded).to(device), "attention_mask": torch.from_numpy(mask).to(device)}
             hidden = network(**inputs).last_hidden_state
-            mean = (hidden * inputs["attention_mask"].unsqueeze(-1)).sum(dim=1)  # its length is of no matter
-            found[rows] = (F.normalize(mean, dim=1) * self.width**0.5).cpu().numpy()
-        return found
+            mean = (hidden * inputs["attention_mask"].unsqueeze(-1)).sum(dim=1)  # a sum will do: only its direction counts
+            values[rows] = (F.normalize(mean, dim=1) * self.width**0.5).cpu().numpy()
+        return values
 
     def store(self, cache: Path | None = None) -> Store:
+        """Return the cached embeddings of this encoder."""
         return Store(cache_folder("embeddings", cache) / self.fingerprint, self.width)
 
     def save(self, directory: Path) -> None:
+        """Write the encoder to the folder "encoder" of a directory."""
         self.tokenizer.model_max_length = self.max_length
-        with quietly():
+        with pretrained.quietly():
             self.network.save_pretrained(directory / "encoder", safe_serialization=True)
             self.tokenizer.save_pretrained(directory / "encoder")
 
     @classmethod
     def load(cls, directory: Path) -> Embeddings:
-        place = directory / "encoder"
-        integrity.check_files(place, str(place))
-        return cls._of(str(place.absolute()), str(place), 1 << 30, exactly=True)
-
-
-class Store:
-    """Rows of numbers by key, in files that are written once and only ever joined by others."""
-
-    def __init__(self, folder: Path, width: int) -> None:
-        self.folder = folder
-        self.type = np.dtype([("key", "<u8"), ("values", "<f2", (width,))])
-        folder.mkdir(parents=True, exist_ok=True)
-        self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # keys in order, where each stands, the rows
-        for path in sorted(folder.glob("*.npy")):
-            self._open(path)
-
-    def fill(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Copy what is there into the rows of `values`; the numbers of the rows that are not."""
-        missing = np.arange(len(keys))
-        for ordered, places, rows in self.parts:
-            at = np.searchsorted(ordered, keys[missing]).clip(max=len(ordered) - 1)
-            there = ordered[at] == keys[missing]
-            values[missing[there]] = rows["values"][places[at[there]]]
-            missing = missing[~there]
-        return missing
-
-    def add(self, keys: np.ndarray, values: np.ndarray) -> None:
-        rows = np.zeros(len(keys), self.type)
-        rows["key"], rows["values"] = keys, values
-        path = self.folder / f"{fingerprint_of(keys.tobytes())[:32]}.npy"
-        with replaced(path) as temporary, temporary.open("wb") as file:
-            np.save(file, rows, allow_pickle=False)
-        self._open(path)
-
-    def _open(self, path: Path) -> None:
-        try:
-            rows = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):  # damaged: what it held is computed again
-            return
-        if rows.dtype == self.type and len(rows):
-            keys = np.array(rows["key"])
-            places = np.argsort(keys)
-            self.parts.append((keys[places], places, rows))
+        """Return the features that `save` wrote."""
+        path = directory / "encoder"
+        integrity.check_files(path, str(path))
+        return cls(*pretrained.load(AutoModel, str(path.absolute()), str(path), saved=True), 1 << 30)
 
 
 def _key(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _network_fingerprint(network: nn.Module) -> str:
-    """The same for an encoder and what was saved of it, whatever the files look like."""
-    told = network.config.to_dict()
+def _network_fingerprint(network: PreTrainedModel) -> str:
+    """Return a fingerprint that is the same for an encoder and a saved copy of it, whatever the files look like."""
+    config = network.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"):
-        told.pop(name, None)
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+        config.pop(name, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().numpy())

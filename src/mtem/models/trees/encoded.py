@@ -1,4 +1,4 @@
-"""A corpus of threads as numbers: who replies to whom, and the features of every post, memory-mapped from the cache."""
+"""A corpus of threads as numbers: the parent and the features of every post, memory-mapped from the cache."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Arrays = dict[str, np.ndarray]
 
 
 class EncodedThreads:
-    """EncodedThreads one behind the other, in flat arrays.
+    """Threads in flat arrays, one after the other.
 
-    Attributes
+    Parameters
     ----------
     lengths
-        Posts in each thread.
+        The number of posts of each thread.
     parents
-        For every post the position, in its thread, of the one it replies to; -1 for a root.
+        For every post the position, in its thread, of the post it replies to; -1 for a root.
     arrays
-        The posts' features as in `node_features`: "values" [posts, width], or "counts" [posts], "words" and "weights".
+        The features of the posts as in `features`: "values" [posts, width], or "counts" [posts], "words" and "weights".
     """
 
-    padded = False  # nothing is gained by putting threads of one size into a batch
+    padded = False  # batches have no padding, so threads of different sizes may share one
 
     def __init__(self, lengths: np.ndarray, parents: np.ndarray, arrays: Arrays) -> None:
         self.lengths, self.parents, self.arrays = lengths, parents, arrays
@@ -33,44 +33,57 @@ class EncodedThreads:
         self._entries = _starts(arrays["counts"]) if "counts" in arrays else None
 
     def __len__(self) -> int:
+        """Return the number of threads."""
         return len(self.lengths)
 
     def batch(self, rows: np.ndarray) -> Arrays:
-        """The threads at `rows` as one graph: "parents" (a root is its own), "trees" and "roots", and the posts' features.
+        """Return the threads at `rows` as one graph.
 
-        Sparse features are "words", "weights" and "nodes", by post.
+        Returns
+        -------
+        dict
+            "parents" (of every post; a root is its own), "threads" (of every post) and "roots" (of every thread), as in
+            `bigcn.Graph`; and the features, either "values" (one row for each post) or "words", "weights" and "posts"
+            (column, value and row of each entry).
         """
         rows = np.asarray(rows, np.int64)
         sizes = np.asarray(self.lengths[rows], np.int64)
-        posts, trees = _ranges(self._starts[rows], sizes)
+        posts, threads = _ranges(self._starts[rows], sizes)
         first = np.cumsum(sizes) - sizes
         above = np.asarray(self.parents[posts], np.int64)
-        parents = np.where(above < 0, np.arange(len(posts)), above + first[trees])
-        graph = {"parents": parents, "trees": trees, "roots": first}
+        parents = np.where(above < 0, np.arange(len(posts)), above + first[threads])
+        graph = {"parents": parents, "threads": threads, "roots": first}
         if self._entries is None:
             return {**graph, "values": np.asarray(self.arrays["values"][posts], np.float32)}
-        entries, nodes = _ranges(self._entries[posts], np.asarray(self.arrays["counts"][posts], np.int64))
+        entries, owners = _ranges(self._entries[posts], np.asarray(self.arrays["counts"][posts], np.int64))
         words = np.asarray(self.arrays["words"][entries], np.int64)
-        return {**graph, "words": words, "weights": np.asarray(self.arrays["weights"][entries], np.float32), "nodes": nodes}
+        return {**graph, "words": words, "weights": np.asarray(self.arrays["weights"][entries], np.float32), "posts": owners}
 
     @classmethod
     def of(cls, pieces: Iterable[Arrays]) -> EncodedThreads:
-        """In memory, from pieces as `stored` takes them."""
+        """Return threads in memory, from pieces as for `stored`."""
         pieces = list(pieces)
         joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
         return cls(joined.pop("lengths"), joined.pop("parents"), joined)
 
 
 def stored(folder: Path, pieces: Iterable[Arrays], width: int) -> EncodedThreads:
-    """The threads in `folder`; written there first, piece by piece, if they are not there.
+    """Return the threads in a folder of the cache, after writing them there if they are missing.
 
-    A piece has "lengths", "parents" and the arrays of the features.
+    Parameters
+    ----------
+    folder
+        The folder.
+    pieces
+        The threads in pieces with "lengths", "parents" and the arrays of the features. Read only if needed.
+    width
+        The number of features of a post.
     """
     if (threads := _mapped(folder, width)) is None:
         with replaced(folder) as temporary:
             temporary.mkdir()
             for piece in pieces:
-                for name, array in piece.items():  # plain numbers, since how many there will be is known only at the end
+                for name, array in piece.items():  # raw numbers: their count is known only at the end
                     with (temporary / f"{name}.{array.dtype.str[1:]}").open("ab") as file:
                         file.write(array.tobytes())
         threads = _mapped(folder, width)
@@ -79,31 +92,32 @@ def stored(folder: Path, pieces: Iterable[Arrays], width: int) -> EncodedThreads
 
 
 def _mapped(folder: Path, width: int) -> EncodedThreads | None:
-    """None where nothing is, or not all of it."""
-    arrays = {}
+    """Return the threads in a folder, or None if it is missing or incomplete."""
+    arrays: Arrays = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.suffix in (".i4", ".f4", ".f2"):
-            kind = np.dtype("<" + path.suffix[1:])
-            full = path.stat().st_size >= kind.itemsize  # nothing cannot be mapped
-            arrays[path.stem] = np.memmap(path, kind, "r") if full else np.zeros(0, kind)
+            dtype = np.dtype("<" + path.suffix[1:])
+            empty = path.stat().st_size < dtype.itemsize  # an empty file cannot be mapped
+            arrays[path.stem] = np.zeros(0, dtype) if empty else np.memmap(path, dtype, "r")
     if "values" in arrays:
         arrays["values"] = arrays["values"][: len(arrays["values"]) // width * width].reshape(-1, width)
     sizes = {name: len(array) for name, array in arrays.items()}
     posts, entries = (int(arrays[name].sum(dtype=np.int64)) if name in arrays else -1 for name in ("lengths", "counts"))
-    wanted = {"parents": posts, "values": posts}
+    expected = {"parents": posts, "values": posts}
     if "values" not in arrays:
-        wanted = {"parents": posts, "counts": posts, "words": entries, "weights": entries}
-    if any(sizes.get(name) != size for name, size in wanted.items()):
+        expected = {"parents": posts, "counts": posts, "words": entries, "weights": entries}
+    if any(sizes.get(name) != size for name, size in expected.items()):
         return None
     return EncodedThreads(arrays.pop("lengths"), arrays.pop("parents"), arrays)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
     lengths = np.asarray(lengths, np.int64)
-    return np.cumsum(lengths) - lengths
+    starts: np.ndarray = np.cumsum(lengths) - lengths
+    return starts
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers start, start + 1, ... of several ranges one behind the other, and which range each is of."""
+    """Return the numbers start, start + 1, ... of several ranges, one after the other, and the range of each number."""
     owners = np.repeat(np.arange(len(lengths)), lengths)
     return np.arange(len(owners)) + (starts - (np.cumsum(lengths) - lengths))[owners], owners

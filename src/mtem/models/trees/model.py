@@ -1,13 +1,12 @@
-"""A classifier of threads: BiGCN over the posts' features, as one function `model(batch) -> logits`."""
+"""A classifier of threads: BiGCN over the features of the posts, as one function `model(batch) -> logits`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,124 +19,143 @@ from mtem.data.corpus import Corpus
 from mtem.data.threads import Thread
 from mtem.errors import RequestError
 from mtem.models import encoders, integrity
-from mtem.models.base import CosineHead, Inputs, Model
-from mtem.models.registry import MODEL_TYPE
+from mtem.models.base import CosineHead, EncodedCorpus, Inputs, Model, ModelSettings
 from mtem.models.trees import views
 from mtem.models.trees.bigcn import BiGCN, Dense, Graph, Sparse
 from mtem.models.trees.embeddings import Embeddings
 from mtem.models.trees.encoded import EncodedThreads, stored
-from mtem.models.trees.features import TEXT_VERSION, NodeFeatures, Tfidf, Vectors
+from mtem.models.trees.features import TEXT_VERSION, PostFeatures, Tfidf, Vectors
+from mtem.models.trees.store import Store
 from mtem.settings import setting
 from mtem.tensors import read_tensors, write_tensors
 
-KINDS: dict[str, Any] = {kind.kind: kind for kind in (Tfidf, Vectors, Embeddings)}
-_FORMAT = 1  # of a saved model, and part of every cache address: raise it when what is written changes
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+FEATURES: dict[str, type[PostFeatures]] = {features.name: features for features in (Tfidf, Vectors, Embeddings)}
+_FORMAT = 1  # of a saved model, and part of every cache address: increase it when the files change
 _POSTS = 2048  # encoded at once
 
 
 @dataclasses.dataclass(frozen=True)
-class BigcnSettings:
-    """The network's size and what it sees of a post."""
+class BigcnSettings(ModelSettings):
+    """The size of the network, and the features of a post."""
 
     features: str = setting(
-        "tfidf", "numbers that stand for a post: TF-IDF of its words, averaged word vectors, or an encoder's embedding",
-        choices=tuple(KINDS),
+        "tfidf", "features of a post: TF-IDF of its words, averaged word vectors, or the embedding of an encoder",
+        choices=tuple(FEATURES),
     )  # fmt: skip
-    vocabulary: int = setting(5000, "words of the tfidf features, the most frequent ones of all texts but the test's", low=1)
-    vectors: str | None = setting(None, "file of word vectors, 'word v1 v2 ...' in each line (.gz too), for features=vectors")
+    vocabulary: int = setting(5000, "words of the tfidf features: the most frequent ones of all texts except the test set", low=1)
+    vectors: str | None = setting(None, "file of word vectors for features=vectors, with lines 'word v1 v2 ...' (.gz too)")
     encoder: str = setting("minilm", "encoder for features=encoder: a packaged name, a directory or a Hugging Face name")
     hidden: int = setting(64, "width of each graph convolution", low=1)
-    graph_dropout: float = setting(0.5, "share of the values dropped between the convolutions, in training", low=0.0, high=0.95)
-    drop_edge: float = setting(0.2, "share of a thread's links cut in each direction and pass, in training", low=0.0, high=1.0)
+    graph_dropout: float = setting(0.5, "dropout rate between the convolutions, in training", low=0.0, high=0.95)
+    drop_edge: float = setting(0.2, "share of the edges dropped in each direction and pass, in training", low=0.0, high=1.0)
 
     def __post_init__(self) -> None:
+        """Check that the settings fit together."""
         if self.features == "vectors" and self.vectors is None:
             raise RequestError("features=vectors needs a file of word vectors: --set vectors=FILE")
 
     def check(self) -> None:
-        """Refuse what is not there before any data is read."""
+        """Check that the word vectors or the encoder exist.
+
+        Raises
+        ------
+        RequestError
+            If they do not.
+        """
         if self.features == "vectors" and not Path(str(self.vectors)).is_file():
-            raise RequestError(f"vectors={self.vectors}: no such file; lines 'word v1 v2 ...' are wanted")
+            raise RequestError(f"vectors={self.vectors}: no such file; give a file with lines 'word v1 v2 ...'")
         if self.features == "encoder":
             encoders.find(self.encoder, encoders.FEATURES_OPTION)
 
 
-class TreeModel(Model):
+class BigcnModel(Model):
     """BiGCN with the features of its posts.
 
-    A batch is one graph, on the CPU: "parents" (a root is its own), "trees" and "roots" as in `bigcn.Graph`, and either "values"
-    (a row for each post) or "words", "weights" and "nodes" (the entries of a sparse matrix).
+    A batch is one graph, on the CPU. `mtem.models.trees.encoded.EncodedThreads.batch` lists its entries.
+
+    Parameters
+    ----------
+    network
+        The graph network.
+    features
+        The features of posts that it takes.
+    classes
+        The class names, in the order of the logits.
     """
 
     head_path = "network.head"
     threads = True
-    has_layers = False
+    model_type = "mtem-bigcn"
     Settings = BigcnSettings
-    # The source's by accuracy and loss on held-out source threads of PHEME. An event has few threads, each of which is cheap:
-    # ten passes are what it takes for every index to find its place.
-    # Events differ in their share of rumours, and self-training drives the rarer class out unless shares are assumed; even ones
-    # served best on events held out of the sources (docs/pheme.md).
+    # `source_epochs` was chosen by accuracy and loss on held-out source threads of PHEME. An event has few threads, each of them
+    # cheap: the indexes need about ten passes to settle. Events differ in their share of rumours, and self-training
+    # suppresses the rarer class unless class shares are assumed; equal ones were best on events held out of the sources
+    # (docs/pheme.md).
     defaults: ClassVar[dict[str, Any]] = {"source_epochs": 4.0, "epochs": 10.0, "target_class_prior": "uniform"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"learning_rate": 5e-3, "target_class_prior": "none"}}
-
-    library_name = "mtem"
     card_title = "A classifier of threads"
 
-    @classmethod
-    def card_usage(cls, record: Mapping[str, Any]) -> str:
-        """Return how to use a saved model, for its card."""
-        return f"A BiGCN over `{record['settings']['features']}` features. Read it with `mtem.load(PATH)`."
+    network: BiGCN
 
-    @classmethod
-    def warnings_for(cls, corpus: Corpus) -> list[str]:
-        """Return what a user should know about giving this corpus to such a model."""
-        if corpus.threaded:
-            return []
-        return [f"{corpus.name}: these are texts without replies; bigcn sees nothing but their words"]
-
-    def __init__(self, network: BiGCN, features: NodeFeatures, classes: Sequence[str]) -> None:
+    def __init__(self, network: BiGCN, features: PostFeatures, classes: Sequence[str]) -> None:
         super().__init__()
-        self.network, self.features, self.classes = network, features, tuple(classes)
-        self.max_length: int | None = features.max_length  # tokens of a post that an encoder sees
+        self.network, self.features, self._classes = network, features, tuple(classes)
+        self.max_length = features.max_length
 
-    # ------------------------------------------------------------------ making, saving, loading
+    # ------------------------------------------------------------------ creating, saving, loading
 
     @classmethod
     def create(
         cls,
+        name: str | os.PathLike[str],
         classes: Sequence[str],
-        corpora: Iterable[Corpus],
-        settings: BigcnSettings,
+        *,
+        corpora: Sequence[Corpus] = (),
+        settings: ModelSettings | None = None,
         max_length: int = 256,
+        attention: str | None = None,
         like: Model | None = None,
-    ) -> TreeModel:
-        """A network drawn from torch's global generator; the words are those of `corpora`, so let no test set be among them.
+    ) -> Self:
+        """Return a network drawn from torch's global generator.
 
-        With `like` what a post is to the network is what it is to that model.
+        Parameters
+        ----------
+        name, attention
+            Ignored.
+        classes
+            The class names, in the order of the logits.
+        corpora
+            All training data; the words of the features are taken from it. Never pass a test set.
+        settings
+            A `BigcnSettings`; None: the defaults.
+        max_length
+            The number of tokens that an encoder reads of each post.
+        like
+            A model whose features are used if they are of the kind that the settings ask for.
         """
-        posts = (text for corpus in corpora for trees in _portions(corpus) for tree in trees for text in tree.texts)
-        features: NodeFeatures
-        if isinstance(like, TreeModel) and like.features.kind == settings.features:
+        settings = BigcnSettings() if settings is None else settings
+        if not isinstance(settings, BigcnSettings):
+            raise TypeError(f"expected BigcnSettings, got {type(settings).__name__}")
+        if isinstance(like, BigcnModel) and like.features.name == settings.features:
             features = like.features
-        elif settings.features == "tfidf":
-            features = Tfidf.fit(posts, settings.vocabulary)
-        elif settings.features == "vectors":
-            assert settings.vectors is not None
-            features = Vectors.fit(posts, settings.vectors)
         else:
-            features = Embeddings.find(settings.encoder, max_length)
+            posts = (text for corpus in corpora for threads in _portions(corpus) for thread in threads for text in thread.texts)
+            features = _fit(posts, settings, max_length)
         network = BiGCN(features.width, len(classes), settings.hidden, settings.graph_dropout, settings.drop_edge)
         return cls(network, features, classes)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """config.json, model.safetensors, and what the features need: vocabulary.json and .safetensors, or encoder/."""
+        """Write config.json, model.safetensors, and the features: vocabulary.json and .safetensors, or a folder "encoder"."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         record = {
-            "model_type": MODEL_TYPE,
+            "model_type": self.model_type,
             "format": _FORMAT,
             "classes": list(self.classes),
-            "features": self.features.kind,
+            "features": self.features.name,
             "text_version": TEXT_VERSION,
             "width": self.features.width,
             "hidden": self.network.up.hidden,
@@ -150,20 +168,26 @@ class TreeModel(Model):
         write_json(directory / "config.json", record)
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> TreeModel:
-        """A model that `save` wrote."""
+    def load(cls, directory: str | os.PathLike[str]) -> Self:
+        """Return a model that `save` wrote.
+
+        Raises
+        ------
+        RequestError
+            If the directory is missing, incomplete, damaged, or of another version or kind of model.
+        """
         directory = Path(directory)
         record = read_json(directory / "config.json")
         try:
-            if record["model_type"] != MODEL_TYPE:
-                raise RequestError(f"{directory}: holds a model of type {record['model_type']!r}, not {MODEL_TYPE!r}")
+            if record["model_type"] != cls.model_type:
+                raise RequestError(f"{directory}: expected a model of type {cls.model_type!r}, got {record['model_type']!r}")
             if record["format"] > _FORMAT or record["text_version"] != TEXT_VERSION:
-                raise RequestError(f"{directory}: was written by another version of mtem; this one cannot read it")
+                raise RequestError(f"{directory}: was written by another version of mtem, and this version cannot read it")
             classes = _checked_classes(record["classes"], directory)
-            features = KINDS[record["features"]].load(directory)
+            features = FEATURES[record["features"]].load(directory)
             if features.width != record["width"]:
                 raise RequestError(
-                    f"{directory}: its {features.kind} features are of width {features.width} and its config.json says "
+                    f"{directory}: its {features.name} features have width {features.width}, but its config.json says "
                     f"{record['width']}; {integrity.AGAIN}"
                 )
             network = BiGCN(features.width, len(classes), record["hidden"], record["graph_dropout"], record["drop_edge"])
@@ -176,124 +200,153 @@ class TreeModel(Model):
         except RequestError:
             raise
         except FileNotFoundError as error:
-            raise RequestError(f"{error.filename or error}: no such file, and the model needs it; {integrity.AGAIN}") from None
+            raise RequestError(f"{error.filename or error}: no such file, but the model needs it; {integrity.AGAIN}") from None
         except Exception as error:  # damaged files fail in as many ways as there are files
-            told = str(error).strip().splitlines()
-            reason = f"{type(error).__name__}: {told[0][:160]}" if told else type(error).__name__
-            raise RequestError(f"{directory}: is no model of threads, or a damaged one ({reason}); {integrity.AGAIN}") from error
+            lines = str(error).strip().splitlines()
+            reason = f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+            raise RequestError(f"{directory}: the model of threads could not be loaded ({reason}); {integrity.AGAIN}") from error
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the logits."""
+        return self._classes
+
+    @classmethod
+    def warnings_for(cls, corpus: Corpus) -> list[str]:
+        """Return a warning for a corpus of texts, which have no replies to read."""
+        return [] if corpus.threaded else [f"{corpus.name}: contains texts without replies; bigcn reads only their words"]
+
+    @classmethod
+    def usage(cls, settings: Mapping[str, Any], max_length: int | None) -> str:
+        """Return the kind of the features and how to load the model."""
+        return f"A BiGCN over `{settings['features']}` features: load it with `mtem.load(PATH)`."
 
     # ------------------------------------------------------------------ from threads to tensors
 
     def encode(
         self, corpus: Corpus, *, cache: Path | None = None, progress: Callable[[int, int], None] | None = None
     ) -> EncodedThreads:
-        """The threads' features, from the cache if they were made before."""
+        """Return the threads with the features of their posts, from the cache if they were encoded before."""
         cache = cache if cache is not None else corpus.cache
         address = fingerprint_of(str(_FORMAT), corpus.fingerprint, self.features.fingerprint)
 
         def pieces() -> Iterator[dict[str, np.ndarray]]:
             store = self.features.store(cache)
             done = 0
-            for trees in _portions(corpus):
-                yield self._piece(trees, store)
-                done += len(trees)
+            for threads in _portions(corpus):
+                yield self._piece(threads, store)
+                done += len(threads)
                 if progress is not None:
                     progress(done, len(corpus))
 
         return stored(cache_folder("threads", cache) / address, pieces(), self.features.width)
 
-    def encode_threads(self, trees: Sequence[Thread]) -> EncodedThreads:
-        """A handful of threads, in memory."""
-        return EncodedThreads.of([self._piece(trees)])
+    def encode_threads(self, threads: Sequence[Thread]) -> EncodedThreads:
+        """Return a few encoded threads, in memory."""
+        return EncodedThreads.of([self._piece(threads)])
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedThreads:
-        """Texts as threads without replies, in memory."""
+        """Return texts as threads without replies, in memory."""
         return self.encode_threads([Thread([text], [-1]) for text in texts])
 
-    def _piece(self, trees: Sequence[Thread], store: Any = None) -> dict[str, np.ndarray]:
-        lengths = np.array([len(tree.parents) for tree in trees], np.int32)
-        parents = np.array([parent for tree in trees for parent in tree.parents], np.int32)
-        texts = [text for tree in trees for text in tree.texts]
+    def _piece(self, threads: Sequence[Thread], store: Store | None = None) -> dict[str, np.ndarray]:
+        lengths = np.array([len(thread.parents) for thread in threads], np.int32)
+        parents = np.array([parent for thread in threads for parent in thread.parents], np.int32)
+        texts = [text for thread in threads for text in thread.texts]
         return {"lengths": lengths, "parents": parents, **self.features.encode(texts, self.device, store)}
 
-    def collate(self, threads: EncodedThreads, rows: np.ndarray) -> dict[str, Tensor]:
-        """The threads at `rows` as one graph. It stays on the CPU, wherever the model is: `bigcn` says why."""
-        return {name: torch.from_numpy(array) for name, array in threads.batch(rows).items()}
+    def collate(self, encoded: EncodedCorpus, rows: np.ndarray) -> dict[str, Tensor]:
+        """Return the threads at `rows` as one graph. It stays on the CPU, for the reason given in `bigcn`."""
+        if not isinstance(encoded, EncodedThreads):
+            raise TypeError(f"expected EncodedThreads, got {type(encoded).__name__}")
+        return {name: torch.from_numpy(array) for name, array in encoded.batch(rows).items()}
 
     # ------------------------------------------------------------------ the function
 
     def forward(self, inputs: Inputs) -> Tensor:
+        """Return float32 logits, [threads, K]."""
         graph = _graph(inputs)
+        features: Dense | Sparse
         with self.autocast():
             if "noise" in inputs:
-                return self.network(Dense(self._values(inputs) + inputs["noise"], graph), graph).float()
-            if "values" in inputs:
-                return self.network(Dense(self._values(inputs), graph), graph).float()
-            return self.network(Sparse(inputs["words"], inputs["weights"], inputs["nodes"], graph), graph).float()
+                features = Dense(self._values(inputs) + inputs["noise"], graph)
+            elif "values" in inputs:
+                features = Dense(self._values(inputs), graph)
+            else:
+                features = _sparse(inputs, graph)
+            logits: Tensor = self.network(features, graph)
+            return logits.float()
 
     def _values(self, inputs: Inputs) -> Tensor:
         if "values" in inputs:
             return send(inputs["values"], self.device)
-        return Sparse(inputs["words"], inputs["weights"], inputs["nodes"], _graph(inputs)).dense(self.features.width, self.device)
+        return _sparse(inputs, _graph(inputs)).dense(self.features.width, self.device)
 
     def input_embeddings(self, inputs: Inputs) -> Tensor:
-        """The posts' features, [posts, width], zeros included."""
+        """Return the features of the posts as a dense matrix, [posts, width]."""
         return self._values(inputs).detach().float()
 
     def embedding_norms(self, values: Tensor, inputs: Inputs) -> Tensor:
-        """The norm over all posts of each thread, [posts, 1]."""
-        squares, trees = values.square().sum(dim=1), send(inputs["trees"], values.device)
-        sums = squares.new_zeros(len(inputs["roots"])).index_add(0, trees, squares)
-        return sums.sqrt().index_select(0, trees).unsqueeze(1)
+        """Return the norm over all posts of a thread, for each of its posts, [posts, 1]."""
+        squares, threads = values.square().sum(dim=1), send(inputs["threads"], values.device)
+        sums = squares.new_zeros(len(inputs["roots"])).index_add(0, threads, squares)
+        return sums.sqrt().index_select(0, threads).unsqueeze(1)
 
     def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
-        """The same threads with a random share of their words hidden ("mask"), of their replies gone ("delete") or in one
-        another's place ("swap"); "mixed" does all three, each to a third of the share, "dropout" nothing."""
+        """Return the same threads with a random share of their words or replies changed.
+
+        Parameters
+        ----------
+        inputs
+            A batch.
+        kind
+            "mask" (words are masked), "delete" (replies are deleted) or "swap" (replies exchange their contents); "mixed": all
+            three, each with a third of the share; "dropout": the unchanged threads.
+        share
+            The share of the words or replies to change.
+        generator
+            A CPU generator, for all random draws.
+        """
         return views.augment(inputs, kind, share, generator)
 
-    def prepare(self, inputs: Inputs) -> Inputs:
-        return inputs
-
-    def differentiable_attention(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    # ------------------------------------------------------------------ layers
-
     def default_learning_rates(self) -> tuple[float, float]:
+        """Return the rates of the source training and of the adaptation."""
         return 2e-3, 5e-4
 
-    def depths(self) -> dict[str, int]:
-        """All parameters are as deep as each other: `layer_decay` has nothing to decay along."""
-        return {}
 
-    def freeze(self, layers: int) -> None:
-        if layers:
-            raise RequestError(f"frozen_layers={layers}: this model has no pretrained layers to freeze; use 0")
-
-    def keep_lower(self, threads: EncodedThreads, path: Path, progress: Any, name: str, limit: float) -> EncodedThreads:
-        return threads
+def _fit(posts: Iterable[str], settings: BigcnSettings, max_length: int) -> PostFeatures:
+    if settings.features == Tfidf.name:
+        return Tfidf.fit(posts, settings.vocabulary)
+    if settings.features == Vectors.name:
+        assert settings.vectors is not None
+        return Vectors.fit(posts, settings.vectors)
+    return Embeddings.find(settings.encoder, max_length)
 
 
 def _checked_classes(names: Any, directory: Path) -> list[str]:
     if not isinstance(names, list) or len(names) < 2 or len(set(map(str, names))) != len(names):
-        raise RequestError(f"{directory}: its config.json names the classes {names}; two or more different ones are wanted")
+        raise RequestError(f"{directory}: config.json: expected two or more different classes, got {names}")
     return [str(name) for name in names]
 
 
 def _graph(inputs: Inputs) -> Graph:
-    return Graph(inputs["parents"], inputs["trees"], inputs["roots"])
+    return Graph(inputs["parents"], inputs["threads"], inputs["roots"])
+
+
+def _sparse(inputs: Inputs, graph: Graph) -> Sparse:
+    return Sparse(inputs["words"], inputs["weights"], inputs["posts"], graph)
 
 
 def _portions(corpus: Corpus) -> Iterator[list[Thread]]:
-    """The threads in portions of some thousand posts."""
-    trees: list[Thread] = []
+    """Yield the threads in portions of some thousand posts."""
+    threads: list[Thread] = []
     posts = 0
     for start in range(0, len(corpus), 256):
-        for tree in corpus.threads(range(start, min(start + 256, len(corpus)))):
-            trees.append(tree)
-            posts += len(tree.texts)
+        for thread in corpus.trees(range(start, min(start + 256, len(corpus)))):
+            threads.append(thread)
+            posts += len(thread.texts)
             if posts >= _POSTS:
-                yield trees
-                trees, posts = [], 0
-    if trees or not len(corpus):
-        yield trees
+                yield threads
+                threads, posts = [], 0
+    if threads or not len(corpus):
+        yield threads

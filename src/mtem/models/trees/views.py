@@ -1,6 +1,6 @@
-"""Other views of a batch of threads: words hidden, replies deleted, replies in one another's place.
+"""Other views of a batch of threads: words masked, replies deleted, replies swapped.
 
-Roots are never deleted or moved. All draws come from the generator on the CPU, so that every device sees the same views.
+Roots are never deleted or moved. All draws come from a CPU generator, so every device gets the same views.
 """
 
 from __future__ import annotations
@@ -10,54 +10,55 @@ from torch import Tensor
 
 from mtem.models.base import Inputs
 
-PER_POST = ("values", "noise")
+PER_POST = ("values", "noise")  # inputs with one row for each post
 
 
 def augment(inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
+    """Return a view of the threads. See `mtem.models.trees.model.BigcnModel.augment` for the parameters."""
     if kind == "dropout" or not share:
         return inputs
     if kind == "mixed":
-        for each in (delete, swap, mask):
-            inputs = each(inputs, share / 3, generator)
+        for view in (delete, swap, mask):
+            inputs = view(inputs, share / 3, generator)
         return inputs
     return {"mask": mask, "delete": delete, "swap": swap}[kind](inputs, share, generator)
 
 
 def mask(inputs: Inputs, share: float, generator: torch.Generator) -> Inputs:
-    """A random share of the words without weight; of features that are no words, a random share of each post's numbers."""
+    """Set the weights of a random share of the words to zero; of dense features, a random share of the values."""
     name = "values" if "values" in inputs else "weights"
     values = inputs[name]
     return {**inputs, name: values * (_draws(values.shape, values, generator) >= share)}
 
 
 def delete(inputs: Inputs, share: float, generator: torch.Generator) -> Inputs:
-    """Without a random share of the replies; what was said to them hangs from the root, as other orphans do."""
-    parents, trees, roots = inputs["parents"], inputs["trees"], inputs["roots"]
-    kept = (_draws(parents.shape, parents, generator) >= share) | (roots[trees] == _numbers(parents))
-    places = kept.cumsum(0) - 1
-    above = torch.where(kept[parents], parents, roots[trees])
-    changed = {"parents": places[above[kept]], "trees": trees[kept], "roots": places[roots]}
+    """Delete a random share of the replies. Replies to a deleted post become replies to the root."""
+    parents, threads, roots = inputs["parents"], inputs["threads"], inputs["roots"]
+    kept = (_draws(parents.shape, parents, generator) >= share) | (roots[threads] == _numbers(parents))
+    positions = kept.cumsum(0) - 1
+    above = torch.where(kept[parents], parents, roots[threads])
+    changed = {"parents": positions[above[kept]], "threads": threads[kept], "roots": positions[roots]}
     changed |= {name: inputs[name][kept] for name in PER_POST if name in inputs}
-    if "nodes" in inputs:
-        there = kept[inputs["nodes"]]
-        changed |= {name: inputs[name][there] for name in ("words", "weights")} | {"nodes": places[inputs["nodes"][there]]}
+    if "posts" in inputs:
+        entries = kept[inputs["posts"]]
+        changed |= {name: inputs[name][entries] for name in ("words", "weights")} | {"posts": positions[inputs["posts"][entries]]}
     return {**inputs, **changed}
 
 
 def swap(inputs: Inputs, share: float, generator: torch.Generator) -> Inputs:
-    """What a random share of a thread's replies say in another order among themselves; who replies to whom stays."""
-    parents, trees, roots = inputs["parents"], inputs["trees"], inputs["roots"]
-    replies = roots[trees] != _numbers(parents)
+    """Permute the contents of a random share of the replies within each thread. The structure of the thread stays."""
+    parents, threads, roots = inputs["parents"], inputs["threads"], inputs["roots"]
+    replies = roots[threads] != _numbers(parents)
     moved = ((_draws(parents.shape, parents, generator) < share) & replies).nonzero().squeeze(1)
     order = moved[torch.argsort(_draws(moved.shape, parents, generator))]
-    order = order[torch.argsort(trees[order], stable=True)]  # tree by tree, so each stays in its own
-    comes = _numbers(parents)
-    comes[moved] = order
-    changed = {"values": inputs["values"][comes]} if "values" in inputs else {}
-    if "nodes" in inputs:
-        goes = torch.empty_like(comes)
-        goes[comes] = _numbers(parents)
-        changed["nodes"] = goes[inputs["nodes"]]
+    order = order[torch.argsort(threads[order], stable=True)]  # thread by thread, so each reply stays in its own
+    origin = _numbers(parents)  # of the content of each post
+    origin[moved] = order
+    changed = {"values": inputs["values"][origin]} if "values" in inputs else {}
+    if "posts" in inputs:
+        goal = torch.empty_like(origin)
+        goal[origin] = _numbers(parents)
+        changed["posts"] = goal[inputs["posts"]]
     return {**inputs, **changed}
 
 

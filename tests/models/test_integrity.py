@@ -19,7 +19,7 @@ from mtem.cli import main
 from mtem.errors import RequestError
 from mtem.models.text import TextModel
 from mtem.models.trees.embeddings import Embeddings
-from mtem.models.trees.model import BigcnSettings, TreeModel
+from mtem.models.trees.model import BigcnModel, BigcnSettings
 from tests.conftest import SHAPES, make_encoder
 
 CLASSES = ("bad", "good")
@@ -103,7 +103,7 @@ DAMAGE = {
     "pickled shards": (index(["pytorch_model-00001-of-00001.bin"]), ["'pytorch_model-00001-of-00001.bin'", ".safetensors"]),
     "shards elsewhere": (index(["../model/model.safetensors"]), ["'../model/model.safetensors'", "directory itself"]),
     "absolute shards": (index(["/tmp/model.safetensors"]), ["'/tmp/model.safetensors'", "directory itself"]),
-    "a shard gone": (index(SHARDS, SHARDS[:1]), [SHARDS[1], "not there"]),
+    "a shard gone": (index(SHARDS, SHARDS[:1]), [SHARDS[1], "missing"]),
     "an index of nothing": (lambda place: (place / "model.safetensors").rename(place / "x.safetensors"), ["no safetensors"]),
     "weights named by the configuration": (config(transformers_weights="adapter_model.bin"), ["'adapter_model.bin'"]),
     "an adapter": (lambda place: (place / "adapter_config.json").write_text("{}"), ["adapter"]),
@@ -249,7 +249,7 @@ def test_a_head_for_other_classes_is_replaced(classifier):
 @pytest.mark.parametrize("names", [{"0": "a"}, {"0": "a", "5": "b"}, {"0": "a", "1": "a"}])
 def test_classes_that_are_none(classifier, tmp_path, names):
     place = damaged(classifier, tmp_path / "model", config(id2label=names))
-    with pytest.raises(RequestError, match=r"two or more, numbered|requires `num_labels > 1`"):
+    with pytest.raises(RequestError, match=r"two or more classes numbered|requires `num_labels > 1`"):
         models.load(place)
 
 
@@ -265,7 +265,7 @@ def test_a_tokenizer_of_another_model(classifier, tmp_path):
         told["model"]["vocab"]["elsewhere"] = 5000
         (place / "tokenizer.json").write_text(json.dumps(told))
 
-    with pytest.raises(RequestError, match="tokenizer has 5001 tokens and its weights know 69"):
+    with pytest.raises(RequestError, match="tokenizer has 5001 tokens and its weights have 69"):
         models.load(damaged(classifier, tmp_path / "model", longer))
 
 
@@ -303,7 +303,7 @@ SOURCE_DAMAGE = {
     "missing": (lambda found: found.pop("network.classifier.weight"), "network.classifier.weight is missing"),
     "unknown": (lambda found: renamed(found, "network.classifier", "head"), "has head.bias, which is unknown|classifier.bias is"),
     "NaN": (put("network.classifier.weight", float("nan")), "NaN or infinite in network.classifier.weight"),
-    "shape": (lambda found: found.update({"network.classifier.bias": torch.zeros(3)}), r"of shape \[3\] where \[2\]"),
+    "shape": (lambda found: found.update({"network.classifier.bias": torch.zeros(3)}), r"expected shape \[2\], got \[3\]"),
 }
 
 
@@ -356,10 +356,10 @@ THREAD_DAMAGE = {
     "no head": (tensors(lambda found: dropped(found, "head.weight")), "model.safetensors: head.weight is missing"),
     "renamed": (tensors(lambda found: renamed(found, "head.", "kopf.")), "model.safetensors: head.bias is missing"),
     "one more": (tensors(lambda found: found.update(more=torch.zeros(2))), "has more, which is unknown"),
-    "other shape": (config(hidden=7), "is of shape"),
+    "other shape": (config(hidden=7), "expected shape"),
     "other width": (config(width=3), "config.json says 3"),
     "NaN": (tensors(put("head.weight", float("nan"))), "NaN or infinite in head.weight"),
-    "one class": (config(classes=["a"]), "two or more different ones"),
+    "one class": (config(classes=["a"]), "two or more different classes"),
 }
 
 
@@ -370,7 +370,7 @@ def threads(tmp_path_factory):
 
     corpus = load_corpus(make_threads(20, 1), labeled=True)
     place = tmp_path_factory.mktemp("threads") / "model"
-    TreeModel.create(CLASSES, [corpus], BigcnSettings(hidden=8, vocabulary=30)).save(place)
+    BigcnModel.create("bigcn", CLASSES, corpora=[corpus], settings=BigcnSettings(hidden=8, vocabulary=30)).save(place)
     return place
 
 
@@ -391,7 +391,7 @@ def test_a_damaged_encoder_of_posts(encoder, tmp_path, kind):
         damage = tensors(put("encoder.layer.1.output.dense.weight", float("nan")))
     words = [word.replace("bert.", "") for word in words]
     settings = BigcnSettings(hidden=8, features="encoder", encoder=str(encoder))
-    TreeModel.create(CLASSES, [], settings).save(tmp_path / "model")
+    BigcnModel.create("bigcn", CLASSES, settings=settings).save(tmp_path / "model")
     damage(tmp_path / "model" / "encoder")
     with pytest.raises(RequestError) as caught:
         models.load(tmp_path / "model")

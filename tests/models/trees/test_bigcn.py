@@ -21,7 +21,7 @@ from mtem.models.base import CosineHead
 from mtem.models.trees import model as tree_model
 from mtem.models.trees.bigcn import BiGCN, Dense, Graph, Sparse, kept_edges
 from mtem.models.trees.encoded import EncodedThreads
-from mtem.models.trees.model import BigcnSettings, TreeModel
+from mtem.models.trees.model import BigcnModel, BigcnSettings
 from mtem.progress import Progress
 from mtem.training.settings import TrainingSettings
 from tests.bench import stopped_after
@@ -182,10 +182,12 @@ def tfidf(rows):
     return make_model(rows)
 
 
-def make_model(rows, **changes) -> TreeModel:
+def make_model(rows, **changes) -> BigcnModel:
     torch.manual_seed(2)
     corpus = load_corpus(rows, labeled=True)
-    made = TreeModel.create(CLASSES, [corpus], BigcnSettings(**{"hidden": 6, **changes}), max_length=32)
+    made = BigcnModel.create(
+        "bigcn", CLASSES, corpora=[corpus], settings=BigcnSettings(**{"hidden": 6, **changes}), max_length=32
+    )
     with torch.no_grad():
         for parameter in made.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -208,7 +210,7 @@ def matrices_of(model, inputs, trees) -> list[np.ndarray]:
     network's sums would have to be compared with that.
     """
     found = model.input_embeddings(inputs).double().numpy()
-    kept = np.float16 if model.features.kind == "encoder" else np.float32
+    kept = np.float16 if model.features.name == "encoder" else np.float32
     alone = np.concatenate(posts_one_by_one(model, trees))
     assert_near(found, alone, 2, dtype=getattr(torch, np.dtype(kept).name))
     return np.split(found, np.cumsum([len(tree.parents) for tree in trees])[:-1])
@@ -256,7 +258,7 @@ def test_noise_has_a_gradient_and_a_norm_for_each_thread(model, rows):
     norms = model.embedding_norms(gradient, inputs)
     assert norms.shape == (len(noise), 1)
     for number in range(3):
-        mine = inputs["trees"] == number
+        mine = inputs["threads"] == number
         torch.testing.assert_close(norms[mine], gradient[mine].norm().expand(int(mine.sum()), 1))
     unit = model.unit_directions(gradient, inputs)
     torch.testing.assert_close(model.embedding_norms(unit, inputs), torch.ones(len(noise), 1))
@@ -272,7 +274,7 @@ def test_collating_is_picking_threads(model, rows):
     for place, number in enumerate(numbers):
         tree = trees_of(rows)[number]
         mine = slice(first, first + len(tree.parents))
-        assert inputs["roots"][place] == first and (inputs["trees"][mine] == place).all()
+        assert inputs["roots"][place] == first and (inputs["threads"][mine] == place).all()
         assert inputs["parents"][mine].tolist() == [first + max(parent, 0) for parent in tree.parents]
         first += len(tree.parents)
     assert len(inputs["parents"]) == first
@@ -414,11 +416,11 @@ def test_swapping_moves_replies_inside_their_thread(model):
     inputs = batch(model, make_threads(60, 7, largest=12))
     moved = model.augment(inputs, "swap", 0.5, draws())
     before, after = model.input_embeddings(inputs), model.input_embeddings(moved)
-    for name in ("parents", "trees", "roots"):
+    for name in ("parents", "threads", "roots"):
         assert torch.equal(moved[name], inputs[name])
     assert torch.equal(after[inputs["roots"]], before[inputs["roots"]])
     for number in range(60):
-        mine = inputs["trees"] == number
+        mine = inputs["threads"] == number
         assert sorted(map(tuple, before[mine].tolist())) == sorted(map(tuple, after[mine].tolist()))
     changed = (before != after).any(dim=1).float().mean()
     assert 0.2 < changed < 0.5
@@ -439,7 +441,7 @@ def test_mixed_views_and_none(model, rows):
 def test_saving_and_loading_keeps_everything(model, rows, tmp_path):
     model.save(tmp_path / "model")
     loaded = models.load(tmp_path / "model").eval()
-    assert isinstance(loaded, TreeModel) and loaded.classes == CLASSES and loaded.max_length == model.max_length
+    assert isinstance(loaded, BigcnModel) and loaded.classes == CLASSES and loaded.max_length == model.max_length
     assert_near(loaded(batch(loaded, rows)), model(batch(model, rows)))
     assert loaded.features.fingerprint == model.features.fingerprint
     assert loaded.network.dropout == 0.5 and loaded.network.drop_edge == 0.2
@@ -492,7 +494,7 @@ def test_damaged_models_are_refused_in_one_line(tfidf, tmp_path, damage):
 def test_other_directories_are_still_texts(encoder, tmp_path):
     with pytest.raises(RequestError):
         models.load(tmp_path)
-    made = models.create(str(encoder), ("a", "b"), [], None, TrainingSettings(max_length=16))
+    made = models.create(str(encoder), ("a", "b"), max_length=16)
     made.save(tmp_path)
     assert type(models.load(tmp_path)).__name__ == "TextModel"
 
@@ -576,7 +578,7 @@ def test_a_run_learns_and_can_be_loaded(finished, files):
     assert not [path for path in output.rglob("*") if path.suffix in (".pt", ".bin", ".pkl")]
     assert "threads" in (output / "model" / "README.md").read_text()
     before = loaded.source_model()
-    assert isinstance(before, TreeModel) and not torch.equal(before.head.weight, loaded.model.head.weight)
+    assert isinstance(before, BigcnModel) and not torch.equal(before.head.weight, loaded.model.head.weight)
 
 
 def test_replies_matter_to_it_and_not_to_a_model_of_texts(finished, files, tiny):
@@ -702,9 +704,9 @@ def test_defaults_of_the_model_give_way_to_presets_and_to_the_user(files):
     assert adapt(files, steps=1, preset="paper", learning_rate=1e-4).record["settings"]["learning_rate"] == 1e-4
     free = {name: value for name, value in SMALL.items() if name not in ("source_epochs", "source_learning_rate")}
     record = mtem.adapt(str(files["paris"]), str(files["ferguson"]), **free, steps=0).record
-    assert record["settings"]["source_epochs"] == TreeModel.defaults["source_epochs"]
-    assert (record["resolved"]["source_learning_rate"], record["resolved"]["learning_rate"]) == TreeModel.default_learning_rates(
-        TreeModel
+    assert record["settings"]["source_epochs"] == BigcnModel.defaults["source_epochs"]
+    assert (record["resolved"]["source_learning_rate"], record["resolved"]["learning_rate"]) == BigcnModel.default_learning_rates(
+        BigcnModel
     )
 
 
@@ -760,7 +762,7 @@ def test_a_session_on_the_command_line(files, vectors, tmp_path, command):
 def test_features_are_for_threads_alone_and_settings_are_listed(files, encoder, tmp_path, command):
     data = ["--source", files["paris"], "--target", files["ferguson"], "--output", tmp_path / "run"]
     code, _, err = command("adapt", *data, "--model", encoder, "--features", "tfidf")
-    assert code == 2 and "only --model bigcn has features" in err
+    assert code == 2 and "has no features of posts; use --model bigcn" in err
     code, out, _ = command("settings", "mtem")
     assert code == 0 and "drop_edge" in out and "source_epochs = " in out
 
@@ -778,5 +780,5 @@ def test_an_encoder_given_threads_says_that_it_sees_the_first_posts(files, encod
     watched = Watched()
     given = {"max_length": 16, "steps": 1, "source_epochs": 0.2, "batch_size": 8}
     mtem.adapt(str(files["paris"]), str(files["ferguson"]), model=encoder, progress=watched, **given)
-    told = [line for line in watched.lines if "sees the first post" in line]
+    told = [line for line in watched.lines if "reads only the first post" in line]
     assert len(told) == 2 and all("--model bigcn" in line for line in told)

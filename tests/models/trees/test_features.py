@@ -11,8 +11,9 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from transformers import AutoModel, AutoTokenizer
 
 from mtem.errors import RequestError
-from mtem.models.trees.embeddings import Embeddings, Store
+from mtem.models.trees.embeddings import Embeddings
 from mtem.models.trees.features import Tfidf, Vectors, Vocabulary, read_vectors, words
+from mtem.models.trees.store import Store
 from tests.conftest import make_encoder, make_texts
 from tests.tolerance import assert_near
 
@@ -123,11 +124,11 @@ def test_forms_of_files(table, tmp_path):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("a 1 2 3\nb 1 2\n", "line 2: 2 numbers where the first has 3"),
-        ("a 1 2 3\nb 1 x 3\n", "line 2: the vector of 'b' is not made of numbers"),
+        ("a 1 2 3\nb 1 2\n", "line 2: expected 3 numbers as in the first line, got 2"),
+        ("a 1 2 3\nb 1 x 3\n", "line 2: expected numbers in the vector of 'b'"),
         ("a 1 2 3\nb 1 nan 3\n", "line 2: the vector of 'b' is not finite"),
-        ("a\n", "line 1: no numbers"),
-        ("a 1 2\n\nb\n", "line 3: 0 numbers"),
+        ("a\n", "line 1: expected 'word v1 v2 ...', got no numbers"),
+        ("a 1 2\n\nb\n", "line 3: expected 2 numbers as in the first line, got 0"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, content, told):
