@@ -1,4 +1,4 @@
-"""EncodedThreads made for tests: replies that agree or doubt, among plain words."""
+"""Threads made for tests: replies that agree or doubt, among plain words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_parents(count: int, draw: np.random.Generator) -> list[int]:
 
 
 def make_threads(count: int, seed: int, shift: float = 0.0, largest: int = 6) -> list[dict[str, Any]]:
-    """EncodedThreads with a label; the replies carry the class words, the root but one. `shift`: as in `make_texts`."""
+    """Threads with a label; the replies carry the class words, the root but one. `shift`: as in `make_texts`."""
     draw = np.random.default_rng(seed)
     rows = []
     for number in range(count):

@@ -6,10 +6,8 @@ million texts takes little memory, and the second load little time.
 
 from __future__ import annotations
 
-import hashlib
 import numbers
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -21,13 +19,11 @@ from mtem.data import formats, readers, records
 from mtem.data.cache import cache_folder, file_fingerprint, fingerprint_of, stored_table
 from mtem.data.corpus import Corpus, domain_column
 from mtem.data.records import Columns
-from mtem.data.threads import NODES, Repairs, Thread, dump
-from mtem.data.values import is_missing
+from mtem.data.tables import TableBuilder
+from mtem.data.threads import NODES, Thread
 from mtem.errors import RequestError
 
 _FORMAT = "3"  # part of every cache address; increase it when the stored contents change
-_BATCH_ROWS = 8192
-_BATCH_CHARACTERS = 1 << 25
 
 
 def load_corpus(
@@ -179,10 +175,10 @@ def _from_file(path: str | Path, request: _Request) -> Corpus:
     columns = records.find_file_columns(path, **request.columns())
     address = fingerprint_of(_FORMAT, sha256, columns.example, columns.label or "", str(request.labeled))
     stored = cache_folder("corpora", request.cache) / f"{address}.arrow"
-    reading = _Reading(str(path), columns, request)
-    table = stored_table(stored, reading.schema, reading.batches(readers.read_rows(path)), reading.metadata)
+    builder = TableBuilder(str(path), columns, request.labeled)
+    table = stored_table(stored, builder.schema, builder.batches(readers.read_rows(path)), builder.metadata)
     name = Path(path).name
-    return _corpus(table, reading, request, name=name, domain=formats.bare_name(path), path=str(path), sha256=sha256)
+    return _corpus(table, builder, request, name=name, domain=formats.bare_name(path), path=str(path), sha256=sha256)
 
 
 def _from_dataset(data: Any, request: _Request) -> Corpus:
@@ -205,15 +201,15 @@ def _from_dataset(data: Any, request: _Request) -> Corpus:
                 yield row, record
                 row += 1
 
-    reading = _Reading(name, columns, request)
+    builder = TableBuilder(name, columns, request.labeled)
     fingerprint = getattr(data, "_fingerprint", None)
     if fingerprint:
         address = fingerprint_of(_FORMAT, "dataset", str(fingerprint), *used, str(request.labeled), *(classes or []))
         stored = cache_folder("corpora", request.cache) / f"{address}.arrow"
-        table = stored_table(stored, reading.schema, reading.batches(rows()), reading.metadata)
+        table = stored_table(stored, builder.schema, builder.batches(rows()), builder.metadata)
     else:
-        table = reading.in_memory(rows())
-    return _corpus(table, reading, request, name=name, domain=name)
+        table = builder.in_memory(rows())
+    return _corpus(table, builder, request, name=name, domain=name)
 
 
 def _nodes(data: Any) -> Iterator[Any]:
@@ -228,8 +224,8 @@ def _from_frame(data: Any, request: _Request) -> Corpus:
     used = columns.used(positions)
     values = [data.iloc[:, positions[column]].tolist() for column in used]
     rows = ((row, dict(zip(used, cells, strict=True))) for row, cells in enumerate(zip(*values, strict=True)))
-    reading = _Reading(name, columns, request)
-    return _corpus(reading.in_memory(rows), reading, request, name=name, domain=name)
+    builder = TableBuilder(name, columns, request.labeled)
+    return _corpus(builder.in_memory(rows), builder, request, name=name, domain=name)
 
 
 def _from_list(items: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
@@ -251,8 +247,8 @@ def _from_threads(items: list[Any], labels: list[Any] | None, request: _Request)
         rows.append(record if labels is None else {**record, "label": labels[row]})
     chosen = request.label_column if labels is None else "label"
     label = records.find_column(rows[0], "label", chosen, name, required=request.labeled, exclude=NODES)
-    reading = _Reading(name, Columns(NODES, label, threaded=True), request)
-    return _corpus(reading.in_memory(enumerate(rows)), reading, request, name=name, domain=name)
+    builder = TableBuilder(name, Columns(NODES, label, threaded=True), request.labeled)
+    return _corpus(builder.in_memory(enumerate(rows)), builder, request, name=name, domain=name)
 
 
 def _from_texts(texts: list[Any], labels: list[Any] | None, request: _Request) -> Corpus:
@@ -264,116 +260,13 @@ def _from_texts(texts: list[Any], labels: list[Any] | None, request: _Request) -
     names = ["text"] if labels is None else ["text", "label"]
     cells = [texts] if labels is None else [texts, labels]
     rows = ((row, dict(zip(names, values, strict=True))) for row, values in enumerate(zip(*cells, strict=True)))
-    reading = _Reading(name, Columns("text", None if labels is None else "label"), request)
-    return _corpus(reading.in_memory(rows), reading, request, name=name, domain=name)
-
-
-class _Reading:
-    """Turn records into a table: clean, check and count them."""
-
-    def __init__(self, name: str, columns: Columns, request: _Request) -> None:
-        self.name = name
-        self.columns = columns
-        self.labeled = request.labeled
-        self.repairs = Repairs()
-        self._thread_rows: dict[int, int] = {}  # digest of a thread's id -> row
-        strings = ["text", "tree"] if columns.threaded else ["text"]
-        label = [("label", pa.string())] if self.labeled else []
-        self.schema = pa.schema([*((column, pa.large_string()) for column in strings), *label, ("row", pa.int64())])
-        self.metadata: dict[str, str] = {}
-
-    def in_memory(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> pa.Table:
-        table = pa.Table.from_batches(list(self.batches(rows)), schema=self.schema)
-        return table.replace_schema_metadata(self.metadata)
-
-    def batches(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[pa.RecordBatch]:
-        cells: dict[str, list[Any]] = {column: [] for column in self.schema.names}
-        characters = read = empty = first_empty = 0
-        # Eight bytes of digest per text, and a number per label: the repeats among a million texts take a few megabytes.
-        digests, kept_rows, codes = array("Q"), array("q"), array("i")
-        label_codes: dict[str, int] = {}
-        texts_sha, labels_sha = hashlib.sha256(), hashlib.sha256()
-
-        def batch() -> pa.RecordBatch:
-            return pa.record_batch([pa.array(cells[each.name], each.type) for each in self.schema], schema=self.schema)
-
-        for row, record in rows:
-            read += 1
-            text, thread = self._read(row, record)
-            if not text and not thread:
-                empty += 1
-                first_empty = row if empty == 1 else first_empty
-                continue
-            label = self._label(row, record)
-            # Threads are repeats if their roots are; without a text in the root, if the whole threads are.
-            digests.append(_digest(text.strip() or thread))
-            kept_rows.append(row)
-            encoded = (thread or text).encode()
-            texts_sha.update(len(encoded).to_bytes(8, "little") + encoded)
-            if self.labeled:
-                codes.append(label_codes.setdefault(label, len(label_codes)))
-                labels_sha.update(label.encode() + b"\0")
-            values = {"text": text, "tree": thread, "label": label, "row": row}
-            for column, column_cells in cells.items():
-                column_cells.append(values[column])
-            characters += len(text) + len(thread)
-            if len(cells["row"]) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
-                yield batch()
-                cells, characters = {column: [] for column in cells}, 0
-        if cells["row"]:
-            yield batch()
-        unit, column = ("thread", "") if self.columns.threaded else ("text", f", column {self.columns.example!r}")
-        if not read:
-            raise RequestError(f"{self.name}: has no rows; give at least one {unit}")
-        if read == empty:
-            advice = "the posts need a 'text'" if self.columns.threaded else "name another column with --text-column"
-            raise RequestError(f"{self.name}: row {first_empty}{column}: all {read} {unit}s are empty; {advice}")
-        notices = []
-        if empty:
-            notices.append(f"{_count(empty, f'empty {unit}')} dropped (first: row {first_empty}{column})")
-        notices += self.repairs.notices(file=self.name)
-        repeated = "repeated root text" if self.columns.threaded else "repeated text"
-        notices += _repeats(np.frombuffer(digests, np.uint64), np.frombuffer(kept_rows, np.int64), codes, repeated)
-        if self.columns.label is not None and not self.labeled:
-            notices.append(f"column {self.columns.label!r} is ignored: this data is used without labels")
-        self.metadata.update(
-            notices="\n".join(notices),
-            empty=str(empty),
-            texts=texts_sha.hexdigest(),
-            fingerprint=fingerprint_of(texts_sha.hexdigest(), labels_sha.hexdigest() if self.labeled else ""),
-        )
-
-    def _read(self, row: int, record: dict[str, Any]) -> tuple[str, str]:
-        """Return the text (of a thread: its root's) and the thread as `dump` writes it; both "" if there is no text."""
-        example, repairs = records.read_example(record, self.columns, f"{self.name}: row {row}")
-        if isinstance(example, str):
-            return example, ""
-        self._check_id(row, record.get("id"))
-        if example.blank:
-            return "", ""
-        self.repairs += repairs
-        return example.texts[0], dump(example)
-
-    def _check_id(self, row: int, identity: Any) -> None:
-        if is_missing(identity):
-            return
-        earlier = self._thread_rows.setdefault(_digest(str(identity)), row)
-        if earlier != row:
-            raise RequestError(
-                f"{self.name}: row {row}, thread {str(identity)!r}: row {earlier} has a thread with the same id; "
-                "remove one of them"
-            )
-
-    def _label(self, row: int, record: dict[str, Any]) -> str:
-        if not self.labeled:
-            return ""
-        assert self.columns.label is not None
-        return records.read_label(record, self.columns.label, f"{self.name}: row {row}")
+    builder = TableBuilder(name, Columns("text", None if labels is None else "label"), request.labeled)
+    return _corpus(builder.in_memory(rows), builder, request, name=name, domain=name)
 
 
 def _corpus(
     table: pa.Table,
-    reading: _Reading,
+    builder: TableBuilder,
     request: _Request,
     *,
     name: str,
@@ -390,9 +283,9 @@ def _corpus(
         "sha256": sha256,
         "rows": table.num_rows,
         "empty": int(metadata["empty"]),
-        "threads": reading.columns.threaded,
-        "text_column": reading.columns.example,
-        "label_column": reading.columns.label if request.labeled else None,
+        "threads": builder.columns.threaded,
+        "text_column": builder.columns.example,
+        "label_column": builder.columns.label if request.labeled else None,
         "texts": metadata["texts"],
     }
     table = table.replace_schema_metadata(None)
@@ -400,33 +293,3 @@ def _corpus(
     table = table.append_column("file", pa.array(np.zeros(table.num_rows, np.int32)))
     notices = tuple(f"{name}: {notice}" for notice in metadata["notices"].splitlines())
     return Corpus(table, name, metadata["fingerprint"], notices, (entry,), request.cache)
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def _repeats(digests: np.ndarray, rows: np.ndarray, codes: array[int], unit: str) -> list[str]:
-    """Return notices about texts that occur more than once, and about those of them with different labels."""
-    order = np.argsort(digests, kind="stable")
-    same = digests[order[1:]] == digests[order[:-1]]
-    notices = []
-    if same.any():
-        later = order[1:][same]
-        first = later.min()
-        earlier = order[:-1][same][later.argmin()]
-        notices.append(f"{_count(len(later), unit)} kept (first: rows {rows[earlier]} and {rows[first]})")
-    if len(codes) and same.any():
-        label = np.frombuffer(codes, np.int32)
-        differ = same & (label[order[1:]] != label[order[:-1]])
-        if differ.any():
-            later = order[1:][differ]
-            earlier = order[:-1][differ][later.argmin()]
-            notices.append(
-                f"{_count(len(later), unit)} with different labels (first: rows {rows[earlier]} and {rows[later.min()]})"
-            )
-    return notices
-
-
-def _count(number: int, unit: str) -> str:
-    return f"{number} {unit}{'' if number == 1 else 's'}"

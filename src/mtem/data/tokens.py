@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +14,9 @@ import pyarrow as pa
 from mtem.atomic import atomic_write
 from mtem.data.cache import cache_folder
 from mtem.data.corpus import Corpus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FORMAT = "1"  # part of every cache address; increase it when the stored contents change
 _ROWS = 8192  # in every batch of the file but the last, so that the batch of a text follows from its number
@@ -65,7 +68,7 @@ class Tokens:
 
 def tokenize(
     corpus: Corpus,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     cache: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -101,7 +104,7 @@ def tokenize(
     return Tokens(batches)
 
 
-def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[list[int]]:
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
     """Return the token ids of a few texts, including special tokens."""
     ids: list[list[int]] = tokenizer(
         list(texts),
@@ -116,7 +119,7 @@ def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[list[i
     return ids
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the sha256 of everything that determines the tokens of a text."""
     digest = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -132,7 +135,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return digest.hexdigest()
 
 
-def _encoded(corpus: Corpus, tokenizer: Any, max_length: int, progress: Callable[[int, int], None] | None) -> Iterator[list[int]]:
+def _encoded(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_length: int, progress: Callable[[int, int], None] | None
+) -> Iterator[list[int]]:
     done = 0
     for texts in _calls(corpus):
         yield from encode(texts, tokenizer, max_length)

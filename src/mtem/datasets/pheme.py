@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtem.data import threads
 from mtem.data.readers import read_lines
+from mtem.data.threads import NODES, build, ordered, read_id
 from mtem.data.writers import Writer
 from mtem.datasets.archives import Member, check_apart, make_folder, members
 from mtem.errors import RequestError
@@ -254,8 +254,8 @@ def _prepared(record: dict[str, Any], where: str) -> _Thread:
     label, where = record.get("label"), f"{where}, thread {str(record.get('id'))!r}"
     if not isinstance(label, str) or label not in LABELS.values():
         raise RequestError(f"{where}, column 'label': expected {' or '.join(map(repr, LABELS.values()))}, got {label!r}")
-    threads.build(record.get(threads.NODES), where)
-    nodes = [_plain(node, where) for node in record[threads.NODES]]
+    build(record.get(NODES), where)
+    nodes = [_plain(node, where) for node in record[NODES]]
     source = next((node for node in nodes if node["parent"] is None and "orphan" not in node), None)
     if source is None:
         raise RequestError(f"{where}: no source tweet; expected a post with parent null")
@@ -264,7 +264,7 @@ def _prepared(record: dict[str, Any], where: str) -> _Thread:
 
 def _plain(node: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a node of the prepared format with exactly the fields that are written."""
-    identity, parent = (threads.read_id(node.get(name), name, where) for name in ("id", "parent"))
+    identity, parent = (read_id(node.get(name), name, where) for name in ("id", "parent"))
     text, time = (node.get(name) if isinstance(node.get(name), str) else None for name in ("text", "time"))
     if not identity:
         raise RequestError(f"{where}: a tweet has no id; every tweet needs one")
@@ -306,9 +306,9 @@ def _nodes(event: _Event, thread: _Thread, source: dict[str, Any]) -> list[dict[
             node |= {"parent": source["id"], "orphan": True}
         event.counts["orphans"] += "orphan" in node
     unordered = list(nodes.values())
-    threads.build(unordered, thread.where)  # refuses circles of replies
+    build(unordered, thread.where)  # refuses circles of replies
     positions = {identity: position for position, identity in enumerate(nodes)}
-    order = threads.ordered([positions.get(node["parent"], -1) for node in unordered])
+    order = ordered([positions.get(node["parent"], -1) for node in unordered])
     listed = [unordered[position] for position in order]
     for node in listed:
         if not node["text"].strip():
