@@ -17,7 +17,7 @@ from mtem.errors import RequestError
 from mtem.models import scoring
 from mtem.models.base import CosineHead
 from mtem.models.text import TextModel
-from mtem.models.trees.model import BigcnModel
+from mtem.models.trees.model import BigcnModel, BigcnSettings
 from mtem.progress import Progress
 from tests.conftest import SHAPES, make_encoder, make_texts, make_tokenizer
 from tests.threads import make_threads, write_threads
@@ -285,7 +285,7 @@ def bigcn(tmp_path):
     rows = make_threads(20, 2, largest=6)
     corpus = load_corpus(str(write_threads(tmp_path / "corpus.jsonl", rows)), labeled=True)
     torch.manual_seed(1)
-    return TreeModel.create(CLASSES, [corpus], BigcnSettings(hidden=8))
+    return BigcnModel.create("bigcn", CLASSES, corpora=[corpus], settings=BigcnSettings(hidden=8))
 
 
 @pytest.mark.parametrize("name", ["bert", "bigcn"])

@@ -10,12 +10,14 @@ import pytest
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
 from mtem.inference import predict_file
-from mtem.models.trees.model import BigcnSettings, TreeModel
+from mtem.models.trees.model import BigcnModel, BigcnSettings
 from tests.threads import make_threads
 
 
 def test_cells_are_read_alike_by_adapt_and_predict(tmp_path):
-    model = TreeModel.create(("a", "b"), [load_corpus(["some words"], labeled=False)], BigcnSettings(hidden=4))
+    model = BigcnModel.create(
+        "bigcn", ("a", "b"), corpora=[load_corpus(["some words"], labeled=False)], settings=BigcnSettings(hidden=4)
+    )
     pd.DataFrame({"text": [["a", "b"], ["c"]]}).to_parquet(tmp_path / "lists.parquet")
     (tmp_path / "lists.jsonl").write_text('{"text": "fine"}\n{"text": ["a", "b"]}\n')
     (tmp_path / "objects.jsonl").write_text('{"text": {"a": 1}}\n')

@@ -342,7 +342,7 @@ def _portions(corpus: Corpus) -> Iterator[list[Thread]]:
     threads: list[Thread] = []
     posts = 0
     for start in range(0, len(corpus), 256):
-        for thread in corpus.trees(range(start, min(start + 256, len(corpus)))):
+        for thread in corpus.threads(range(start, min(start + 256, len(corpus)))):
             threads.append(thread)
             posts += len(thread.texts)
             if posts >= _POSTS:
