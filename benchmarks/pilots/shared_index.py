@@ -88,7 +88,7 @@ class Pilot(Mtem):
         if outer is not None:
             meta = layerwise.meta_gradient(recording, log_probs, labels, self.index[rows], outer, self.virtual_learning_rate())
             if settings.trust == "per-text":
-                self.index[rows] = self.moved(self.index[rows], meta.gradient, number)
+                self.index[rows] = self.updated_index(self.index[rows], meta.gradient, number)
             else:
                 self.move_shared(self.through(meta.gradient, phi))
                 self.index[rows] = 1 + F.softplus(phi @ self.w)
