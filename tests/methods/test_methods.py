@@ -36,18 +36,18 @@ def labeled(name, target_labeled):
 def test_the_list_names_paper_and_labels():
     shown = CliRunner().invoke(app, ["methods"], terminal_width=300).output
     for name in ("mtem", "source-only", "dann", "fixmatch", "cst", "mme", "biat", "wind"):
-        kind = methods.get(name)
+        method_cls = methods.get(name)
         line = next(line for line in shown.splitlines() if line.split() and line.split()[0] == name)
-        assert kind.paper.split()[0] in line and ("needed" in line) == kind.needs_target_labels
+        assert method_cls.paper.split()[0] in line and ("needed" in line) == method_cls.needs_target_labels
     assert [name for name in ALL if methods.get(name).needs_target_labels] == ["wind"]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_presets_are_settings_that_exist(name):
-    kind = methods.get(name)
+    method_cls = methods.get(name)
     for preset in ("recommended", "paper"):
-        parts = settings.build({"training": TrainingSettings, "method": kind.Settings}, kind.presets[preset])
-        assert isinstance(parts["method"], kind.Settings)
+        parts = settings.build({"training": TrainingSettings, "method": method_cls.Settings}, method_cls.presets[preset])
+        assert isinstance(parts["method"], method_cls.Settings)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "mtem"])
@@ -65,8 +65,8 @@ def test_a_method_that_needs_target_labels_says_so(tiny):
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_every_method_takes_odd_batches(name, frozen, encoder):
     """One example, one class only, an empty text: the weights stay finite and change."""
-    kind = methods.get(name)
-    bench = Bench(kind, encoder, target_labeled=True, frozen=frozen)
+    method_cls = methods.get(name)
+    bench = Bench(method_cls, encoder, target_labeled=True, frozen=frozen)
     empty = bench.model.collate(bench.model.encode_texts(["", "good1"]), np.arange(2))
     good = np.flatnonzero(bench.labels[:40] == 1)[:4]
     cases = [
