@@ -135,7 +135,7 @@ def index_seconds(size: int, batch: int, repeats: int = 500) -> float:
     for number in range(repeats):
         rows, gradient = torch.randint(size, (batch,)), torch.randn(batch)
         begun = time.perf_counter()
-        index[rows] = Mtem.moved(method, index[rows], gradient, number)  # type: ignore[arg-type]
+        index[rows] = Mtem.updated_index(method, index[rows], gradient, number)  # type: ignore[arg-type]
         _ = index[rows]
         moved = time.perf_counter()
         moves.append(moved - begun)

@@ -80,7 +80,7 @@ class Peer(cost.Bench):
     def move(self, gradient: Tensor) -> None:
         """The rule of `mtem` for the indexes; it also keeps the gradient."""
         rows = self.target.rows
-        self.method.index[rows] = self.method.moved(self.method.index[rows], gradient, 0)
+        self.method.index[rows] = self.method.updated_index(self.method.index[rows], gradient, 0)
 
     def target_loss(self, scores: Tensor, index: Tensor) -> Tensor:
         return tsallis.loss(torch.log_softmax(scores, dim=-1), self.method.labels, index).mean()

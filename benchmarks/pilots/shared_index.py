@@ -25,8 +25,9 @@ from torch import Tensor
 
 from mtem import tsallis
 from mtem.metagrad import layerwise
-from mtem.methods.base import Batch, Context, Update
+from mtem.methods.base import Batch, Context, StepLog, Update, functional, without_dropout
 from mtem.methods.mtem import Mtem, MtemSettings
+from mtem.models.base import Model
 from mtem.settings import setting
 
 
@@ -35,12 +36,12 @@ class PilotSettings(MtemSettings):
     """What the pilot compares."""
 
     trust: str = setting("fixed", "where the index comes from", choices=("fixed", "threshold", "per-text", "shared"))
-    outer: str = setting("source", "whose labels the outer loop looks at", choices=("source", "kept"))
-    threshold: float = setting(0.95, "with trust=threshold: least probability of a label", low=0.0, high=1.0)
+    outer: str = setting("source", "whose labels the outer loop uses", choices=("source", "kept"))
+    threshold: float = setting(0.95, "smallest probability of a label, with trust=threshold", low=0.0, high=1.0)
     view: str = setting("mixed", "the student's view", choices=("mixed", "mask", "delete", "swap", "dropout"))
-    strength: float = setting(0.3, "share of the words that the view touches", low=0.0, high=1.0)
-    shared_rate: float = setting(0.02, "step of w, by Adam's rule", low=0.0)
-    start: float = setting(-4.0, "w's constant at the start: psi - 1 = softplus(start)")
+    strength: float = setting(0.3, "share of the words that the view changes", low=0.0, high=1.0)
+    shared_rate: float = setting(0.02, "learning rate of w (Adam)", low=0.0)
+    start: float = setting(-4.0, "constant in w at the start: psi - 1 = softplus(start)")
 
 
 class Pilot(Mtem):
@@ -49,10 +50,11 @@ class Pilot(Mtem):
     name = "pilot"
     summary = "pilot: one rule of trust for all texts"
     Settings = PilotSettings
+    settings: PilotSettings
     presets = {"recommended": {"sampling": False, "ema_decay": 0.99, "index_initial": 1.0, "index_low": 1.0}, "paper": {}}  # noqa: RUF012
     current: Any = None  # the one that was made last, for whoever watches the run
 
-    def __init__(self, model: Any, settings: PilotSettings, context: Context) -> None:
+    def __init__(self, model: Model, settings: PilotSettings, context: Context) -> None:
         super().__init__(model, settings, context)
         assert self.recorder is not None
         device = model.device
@@ -63,7 +65,7 @@ class Pilot(Mtem):
         self.stable = torch.ones(context.target_size, device=device)
         Pilot.current = self
 
-    def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
+    def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
         settings = self.settings
         kept = self.context.is_target_labeled(source.rows)
         labels, sure = self.teacher_labels(target)
@@ -88,7 +90,7 @@ class Pilot(Mtem):
         if outer is not None:
             meta = layerwise.meta_gradient(recording, log_probs, labels, self.index[rows], outer, self.virtual_learning_rate())
             if settings.trust == "per-text":
-                self.index[rows] = self.moved(self.index[rows], meta.gradient, number)
+                self.index[rows] = self.updated_index(self.index[rows], meta.gradient, number)
             else:
                 self.move_shared(self.through(meta.gradient, phi))
                 self.index[rows] = 1 + F.softplus(phi @ self.w)
@@ -107,11 +109,9 @@ class Pilot(Mtem):
 
     @torch.no_grad()
     def teacher_labels(self, target: Batch) -> tuple[Tensor, Tensor]:
-        from mtem.methods.base import functional, without_dropout
-
         with without_dropout(self.model):
-            scores = self.context.align(functional(self.model, self.average, self.model.prepare(target.inputs)))
-        sure, labels = torch.softmax(scores, dim=-1).max(dim=-1)
+            logits = self.context.align(functional(self.model, self.average, self.model.prepare(target.inputs)))
+        sure, labels = torch.softmax(logits, dim=-1).max(dim=-1)
         return labels, sure
 
     def outer_loss(self, source: Batch, kept: Tensor) -> Tensor:

@@ -73,12 +73,12 @@ class Probe(Mtem):
     labels: Tensor
     gradient: Tensor
 
-    def drawn(self, scores: Tensor, temperature: float) -> Tensor:
+    def sample_labels(self, logits: Tensor, temperature: float) -> Tensor:
         return self.labels
 
-    def moved(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
+    def updated_index(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
         self.gradient = gradient.clone()
-        return super().moved(index, gradient, number)
+        return super().updated_index(index, gradient, number)
 
 
 def measure(

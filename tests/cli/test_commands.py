@@ -354,7 +354,7 @@ def test_the_target_is_the_source(mtem, reviews, encoder, tmp_path):
         (["--set", "mask_ratio=2"], "between 0.0 and 0.9"),
         (["--set", "preset=paper"], "'preset' is an option, not a setting"),
         (["--set", "output=elsewhere"], "'output' is an option, not a setting"),
-        (["--set", "index_low=3", "--set", "index_high=2"], "index_high=2.0 must be above index_low=3.0"),
+        (["--set", "index_low=3", "--set", "index_high=2"], "index_high=2.0: expected a value above index_low=3.0"),
         (["--set", "device=gpu"], "unknown device 'gpu'"),
         (["--set", "precision=fp16", "--set", "device=cpu"], "fp16 needs a GPU"),
         (["--set", "frozen_layers=9"], "the encoder has 3 layers"),

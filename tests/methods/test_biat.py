@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 
 import mtem
 from mtem.methods.base import Batch, Context, functional
-from mtem.methods.biat import Biat, BiatSettings, entropies
+from mtem.methods.biat import Biat, BiatSettings
 from mtem.models.text import TextModel
 from mtem.run.pipeline import Run
-from tests.bench import FEW, SOURCE, Bench, stopped_after
+from mtem.tsallis import gibbs_entropy
+from tests.bench import SOURCE, TARGET_LABELED, Bench, stopped_after
 from tests.conftest import make_texts, write_jsonl
 from tests.reference import biat as reference
 from tests.tolerance import assert_near, assert_weights_near
@@ -23,8 +24,8 @@ HEAD = ("network.classifier.weight", "network.classifier.bias")
 WORDS = "network.bert.embeddings.word_embeddings.weight"
 
 
-def bench(encoder, few=True, **changes) -> Bench:
-    return Bench(Biat, encoder, few=few, **changes)
+def bench(encoder, target_labeled=True, **changes) -> Bench:
+    return Bench(Biat, encoder, target_labeled=target_labeled, **changes)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def perturbations(ours: Bench, inputs, labels) -> dict[str, torch.Tensor]:
     return {
         "adversarial": method.adversarial(inputs, labels),
         "adaptive": method.adaptive(inputs, labels),
-        "virtual": method.virtual(inputs, method.clean(inputs)),
+        "virtual": method.virtual(inputs, method.clean_log_probs(inputs)),
     }
 
 
@@ -79,7 +80,7 @@ def test_perturbations_have_their_size_and_spare_the_padding(encoder, frozen):
     assert padding.any() and not padding.all(dim=1).any()
     found = perturbations(ours, inputs, source.labels)
     drawn = torch.randn(found["virtual"].shape, generator=torch.Generator().manual_seed(0))
-    found["start"] = ours.method.sized(inputs, drawn, 0.07)
+    found["start"] = ours.method.rescaled(inputs, drawn, 0.07)
     lengths = embeddings(ours, inputs).square().sum(dim=(1, 2)).sqrt()
     assert lengths.std() > 0, "texts of unlike length, or the norm of one would do for all"
     for name, noise in found.items():
@@ -91,9 +92,14 @@ def test_perturbations_have_their_size_and_spare_the_padding(encoder, frozen):
 def test_xi_is_the_length_of_the_start(encoder, monkeypatch):
     ours = bench(encoder, xi=0.003)
     _, target = ours.batches()
-    starts, gradient = [], Biat.gradient
-    monkeypatch.setattr(Biat, "gradient", lambda self, *given: (starts.append(given[2].detach()), gradient(self, *given))[1])
-    ours.method.virtual(target.inputs, ours.method.clean(target.inputs))
+    starts, gradient = [], Biat.noise_gradient
+
+    def watching(self, *given):
+        starts.append(given[2].detach())
+        return gradient(self, *given)
+
+    monkeypatch.setattr(Biat, "noise_gradient", watching)
+    ours.method.virtual(target.inputs, ours.method.clean_log_probs(target.inputs))
     lengths = embeddings(ours, target.inputs).square().sum(dim=(1, 2)).sqrt()
     torch.testing.assert_close(starts[0].square().sum(dim=(1, 2)).sqrt(), 0.003 * lengths)
 
@@ -109,7 +115,7 @@ def test_adversarial_perturbations_raise_the_loss(learned):
     before = losses(learned, source.inputs, source.labels)
     noise = learned.method.adversarial(source.inputs, source.labels)
     after = losses(learned, source.inputs, source.labels, noise)
-    drawn = learned.method.sized(source.inputs, torch.randn(noise.shape, generator=torch.Generator().manual_seed(0)), 0.1)
+    drawn = learned.method.rescaled(source.inputs, torch.randn(noise.shape, generator=torch.Generator().manual_seed(0)), 0.1)
     assert (after > before).float().mean() > 0.9
     assert after.mean() > 1.5 * before.mean()
     assert after.mean() > losses(learned, source.inputs, source.labels, drawn).mean()
@@ -132,16 +138,16 @@ def test_adaptive_perturbations_lower_the_loss_of_the_targets_head(learned):
 def test_virtual_perturbations_raise_divergence_and_entropy(learned):
     learned.model.eval()
     target = learned.target_batch(np.arange(30))
-    clean = learned.method.clean(target.inputs)
+    clean = learned.method.clean_log_probs(target.inputs)
 
     def objective(noise):
         with torch.no_grad():
             scores = learned.model({**target.inputs, "noise": noise})
         divergence = F.kl_div(torch.log_softmax(scores, dim=1), clean, log_target=True, reduction="none").sum(dim=1)
-        return divergence + entropies(scores)
+        return divergence + gibbs_entropy(torch.log_softmax(scores, dim=1))
 
     noise = learned.method.virtual(target.inputs, clean)
-    drawn = learned.method.sized(target.inputs, torch.randn(noise.shape, generator=torch.Generator().manual_seed(0)), 0.1)
+    drawn = learned.method.rescaled(target.inputs, torch.randn(noise.shape, generator=torch.Generator().manual_seed(0)), 0.1)
     before, after = objective(torch.zeros_like(noise)), objective(noise)
     assert (after > before).float().mean() > 0.8 and after.mean() > 1.3 * before.mean()
     assert after.mean() > objective(drawn).mean()
@@ -175,7 +181,7 @@ def test_virtual_direction_with_several_classes(encoder):
 def test_virtual_loss_is_of_the_clean_label_and_the_entropy(learned, monkeypatch):
     learned.model.eval()
     target = learned.target_batch(np.arange(8))
-    noise = learned.method.virtual(target.inputs, learned.method.clean(target.inputs))
+    noise = learned.method.virtual(target.inputs, learned.method.clean_log_probs(target.inputs))
     monkeypatch.setattr(Biat, "virtual", lambda *_: noise)
     with torch.no_grad():
         probabilities = torch.softmax(learned.model({**target.inputs, "noise": noise}), dim=1)
@@ -215,15 +221,15 @@ def test_the_targets_head_learns_from_labeled_target_texts_alone(encoder):
     weights = list(ours.method.target_head.parameters())
     loss, log = loss_of_step(ours, source, target)
     assert log.keys() == TERMS
-    few = ours.context.target_labeled(0)
-    alone = torch.autograd.grad(ours.method.target_head_loss(few), weights)
+    target_labeled = ours.context.target_labeled(0)
+    alone = torch.autograd.grad(ours.method.target_head_loss(target_labeled), weights)
     for got, wanted in zip(torch.autograd.grad(loss, weights), alone, strict=True):
         torch.testing.assert_close(got, wanted)
     assert any(gradient.abs().max() > 0 for gradient in alone)
     with torch.no_grad():
-        _, features = ours.model.logits_and_features(few.inputs)
+        _, features = ours.model.logits_and_features(target_labeled.inputs)
         scores = features @ ours.method.target_head.weight.T + ours.method.target_head.bias
-    torch.testing.assert_close(log["target_head_loss"], F.cross_entropy(scores, few.labels))
+    torch.testing.assert_close(log["target_head_loss"], F.cross_entropy(scores, target_labeled.labels))
 
 
 def test_adaptive_loss_is_the_sources_alone(encoder):
@@ -236,7 +242,7 @@ def test_adaptive_loss_is_the_sources_alone(encoder):
 
 
 def test_without_labeled_target_texts_there_is_no_second_head(encoder):
-    ours = bench(encoder, few=False)
+    ours = bench(encoder, target_labeled=False)
     before = ours.weights()
     log = ours.step()
     assert ours.method.modules() == {} and log.keys() == TERMS - {"adaptive_loss", "target_head_loss"}
@@ -258,7 +264,7 @@ def test_a_term_without_weight_is_left_out(encoder, weight, gone):
 
 
 def test_dropout_is_in_the_update(encoder):
-    ours = bench(encoder, few=False, adversarial_weight=0.0, virtual_weight=0.0, entropy_weight=0.0)
+    ours = bench(encoder, target_labeled=False, adversarial_weight=0.0, virtual_weight=0.0, entropy_weight=0.0)
     source, target = ours.batches()
     seen = []
     for seed in (0, 1):
@@ -304,14 +310,16 @@ def texts(theta, batch: Batch, drawn=None) -> list[reference.Text]:
     return found
 
 
-@pytest.mark.parametrize("few", [True, False])
-def test_trajectory_is_the_literal_reading(encoder, few):
+@pytest.mark.parametrize("target_labeled", [True, False])
+def test_trajectory_is_the_literal_reading(encoder, target_labeled):
     lambdas = {"adversarial_weight": 0.7, "adaptive_weight": 1.3, "virtual_weight": 0.9, "entropy_weight": 0.6}
-    ours = bench(encoder, few=few, dropout=False, radius=0.2, xi=0.05, target_head_learning_rate_ratio=3.0, **lambdas)
+    ours = bench(
+        encoder, target_labeled=target_labeled, dropout=False, radius=0.2, xi=0.05, target_head_learning_rate_ratio=3.0, **lambdas
+    )
     constants = reference.Constants(tuple(lambdas.values()), 0.2, 0.05, ours.rate, 3.0)
     theta = {name: value for name, value in ours.weights().items() if not name.startswith("target_head")}
     head = ours.method.target_head
-    own = (head.weight.detach().clone(), head.bias.detach().clone()) if few else (torch.zeros(2, 32), torch.zeros(2))
+    own = (head.weight.detach().clone(), head.bias.detach().clone()) if target_labeled else (torch.zeros(2, 32), torch.zeros(2))
 
     def features_of(params, inputs, noise):
         seen = []
@@ -321,21 +329,21 @@ def test_trajectory_is_the_literal_reading(encoder, few):
         return seen[0][0]
 
     for number in range(4):
-        rows = [number, number + 7, number + 20] + [SOURCE + number] * few
+        rows = [number, number + 7, number + 20] + [SOURCE + number] * target_labeled
         source, target = ours.source_batch(rows), ours.target_batch([number, number + 9, number + 21])
         generator = torch.Generator()
         generator.set_state(ours.context.generator.get_state())
         drawn = torch.randn((*target.inputs["input_ids"].shape, 32), generator=generator)
-        labeled = ours.context.target_labeled(number) if few else None
+        labeled = ours.context.target_labeled(number) if target_labeled else None
         theta, own = reference.step(
-            features_of, theta, HEAD, own, texts(theta, source), texts(theta, labeled) if few else [],
+            features_of, theta, HEAD, own, texts(theta, source), texts(theta, labeled) if target_labeled else [],
             texts(theta, target, drawn), constants,
         )  # fmt: skip
         before = ours.weights()
         ours.step(number, source, target)
         assert any(not torch.equal(before[name], value) for name, value in ours.weights().items())
         assert_weights_near({name: value for name, value in ours.weights().items() if not name.startswith("target_head")}, theta)
-        if few:
+        if target_labeled:
             assert_weights_near({"weight": head.weight, "bias": head.bias}, {"weight": own[0], "bias": own[1]})
 
 
@@ -347,12 +355,12 @@ def everything(method) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in {**method.model.trainable(), **parts}.items()}
 
 
-@pytest.mark.parametrize(("frozen", "few"), [(0, True), (1, True), (1, False)])
-def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, frozen, few):
+@pytest.mark.parametrize(("frozen", "target_labeled"), [(0, True), (1, True), (1, False)])
+def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, frozen, target_labeled):
     request = {**tiny, "method": "biat", "frozen_layers": frozen, "checkpoint_seconds": 0.0}
     request |= {"source_epochs": 1, "criterion": "source-validation"}
-    if few:
-        request["target_labeled"] = str(write_jsonl(tmp_path / "few.jsonl", make_texts(FEW, 30, 0.7)))
+    if target_labeled:
+        request["target_labeled"] = str(write_jsonl(tmp_path / "few.jsonl", make_texts(TARGET_LABELED, 30, 0.7)))
     ends = []
     finish = Run.finish
     monkeypatch.setattr(Run, "finish", lambda self, method: (ends.append(everything(method)), finish(self, method))[1])
@@ -362,6 +370,6 @@ def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, 
     mtem.adapt(**request, output=tmp_path / "cut", resume=True)
     whole, cut = ends
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
-    assert ("target_head.weight" in whole) == few
+    assert ("target_head.weight" in whole) == target_labeled
     start = load_file(tmp_path / "whole" / "checkpoints" / "source.safetensors")
     assert any(not torch.equal(value, whole[name]) for name, value in start.items())

@@ -379,10 +379,10 @@ def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, 
 def test_three_classes_with_labeled_target_texts(encoder, tmp_path):
     names = ["one", "two", "three"]
     texts = [(f"word{3 * (i % 3)} word{20 + i % 17}", names[i % 3]) for i in range(60)]
-    few = write_jsonl(tmp_path / "few.jsonl", texts[:5])
+    target_labeled = write_jsonl(tmp_path / "few.jsonl", texts[:5])
     adapted = mtem.adapt(
         tuple(map(list, zip(*texts, strict=True))), [f"word{i % 40} word{i % 7}" for i in range(45)], method="cst",
-        model=encoder, target_labeled=str(few), source_epochs=1, steps=4, max_length=8, batch_size=7, frozen_layers=0,
+        model=encoder, target_labeled=str(target_labeled), source_epochs=1, steps=4, max_length=8, batch_size=7, frozen_layers=0,
     )  # fmt: skip
     assert set(adapted.classes) == set(names) and adapted.record["texts"]["target_labeled"] == 5
     assert np.isfinite(adapted.predict_proba(["word3 word6"])).all()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import mtem
-from mtem.methods.dann import Dann, halves
+from mtem.methods.dann import Dann, balanced_weights
 from mtem.selection import criteria
 from mtem.training.optimizer import make_optimizer
 from mtem.training.settings import TrainingSettings
@@ -32,17 +32,19 @@ def singles(inputs):
     return [{name: value[row : row + 1] for name, value in inputs.items()} for row in range(len(inputs["input_ids"]))]
 
 
-@pytest.mark.parametrize(("few", "frozen", "layers"), [(False, 0, 1), (True, 0, 2), (True, 1, 1)])
-def test_trajectory_is_the_literal_one(encoder, few, frozen, layers):
-    ours = bench(encoder, few=few, frozen=frozen, discriminator_layers=layers, discriminator_width=24, steps=6, steepness=3.0,
-                 domain_weight=0.8)  # fmt: skip
+@pytest.mark.parametrize(("target_labeled", "frozen", "layers"), [(False, 0, 1), (True, 0, 2), (True, 1, 1)])
+def test_trajectory_is_the_literal_one(encoder, target_labeled, frozen, layers):
+    ours = bench(
+        encoder, target_labeled=target_labeled, frozen=frozen, discriminator_layers=layers, discriminator_width=24, steps=6,
+        steepness=3.0, domain_weight=0.8,
+    )  # fmt: skip
     twin = copy.deepcopy(ours.model).train()
     own = {f"discriminator.{name}": p.detach().clone() for name, p in ours.method.discriminator.named_parameters()}
     own = {name: value.requires_grad_() for name, value in own.items()}
     start = ours.weights()
     for number in range(ours.steps):
         source, target = ours.batches()
-        of_target = [few and row >= SOURCE for row in source.rows.tolist()]
+        of_target = [target_labeled and row >= SOURCE for row in source.rows.tolist()]
         labeled = list(zip(singles(source.inputs), source.labels.tolist(), of_target, strict=True))
         scale = reference.weight(number, 5, 3.0, 0.8)
         reference.step(twin, own, labeled, singles(target.inputs), ours.rate, 10.0, scale, [3 * n for n in range(layers + 1)])
@@ -78,15 +80,17 @@ def test_the_domain_gradient_is_reversed_in_the_encoder_and_not_in_the_discrimin
 
 def test_lambda_rises_from_nothing_to_its_weight(encoder):
     method = bench(encoder, steps=11).method
-    assert method.reversal(0) == 0.0
-    assert method.reversal(5) == pytest.approx(math.tanh(2.5)) and method.reversal(10) == pytest.approx(math.tanh(5))
+    assert method.reversal_weight(0) == 0.0
+    assert method.reversal_weight(5) == pytest.approx(math.tanh(2.5)) and method.reversal_weight(10) == pytest.approx(
+        math.tanh(5)
+    )
     small = bench(encoder, steps=11, domain_weight=0.1, steepness=1.0).method
-    assert small.reversal(10) == pytest.approx(0.1 * math.tanh(0.5))
-    assert bench(encoder, steps=1).method.reversal(0) == 0.0
+    assert small.reversal_weight(10) == pytest.approx(0.1 * math.tanh(0.5))
+    assert bench(encoder, steps=1).method.reversal_weight(0) == 0.0
 
 
 def test_labeled_target_texts_count_as_target(encoder):
-    ours = bench(encoder, few=True)
+    ours = bench(encoder, target_labeled=True)
     source, target = ours.source_batch([1, SOURCE, 3, SOURCE + 5]), ours.target_batch([0, 1])
     assert ours.method.domains(source, target).tolist() == [1, 0, 1, 0, 0, 0]
     # a discriminator that is sure of "source" errs on all that is the target's: half of it, however many they are
@@ -99,12 +103,12 @@ def test_labeled_target_texts_count_as_target(encoder):
 
 
 def test_each_domain_is_half_of_the_mean():
-    assert halves(torch.tensor([1.0, 0.0, 0.0, 0.0])).tolist() == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
-    assert halves(torch.zeros(4)).tolist() == [0.25] * 4
+    assert balanced_weights(torch.tensor([1.0, 0.0, 0.0, 0.0])).tolist() == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
+    assert balanced_weights(torch.zeros(4)).tolist() == [0.25] * 4
 
 
 def test_a_labeled_batch_of_target_texts_alone(encoder):
-    ours = bench(encoder, few=True)
+    ours = bench(encoder, target_labeled=True)
     with torch.no_grad():
         ours.method.discriminator[-1].bias.fill_(-3.0)  # sure of "target", and right
     log = ours.step(3, ours.source_batch([SOURCE]), ours.target_batch([2]))
@@ -149,9 +153,9 @@ def test_half_precision(encoder):
 # ---------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("few", [False, True])
-def test_a_whole_run(tiny, tmp_path, few):
-    if few:
+@pytest.mark.parametrize("target_labeled", [False, True])
+def test_a_whole_run(tiny, tmp_path, target_labeled):
+    if target_labeled:
         labeled = write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))
         tiny |= {"target_labeled": str(labeled), "frozen_layers": 1, "device": "cpu", "precision": "bf16"}
     adapted = mtem.adapt(**tiny, method="dann", output=tmp_path / "run", log_every=1)

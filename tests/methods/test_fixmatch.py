@@ -196,7 +196,7 @@ def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, 
 
 
 def test_a_run_with_labeled_target_texts_and_the_papers_preset(tiny, tmp_path):
-    few = write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))
-    record = mtem.adapt(**tiny, method="fixmatch", preset="paper", target_labeled=str(few)).record
+    target_labeled = write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))
+    record = mtem.adapt(**tiny, method="fixmatch", preset="paper", target_labeled=str(target_labeled)).record
     assert record["texts"]["target_labeled"] == 6
     assert {"threshold": 0.95, "weight": 1.0, "weak": "dropout"}.items() <= record["settings"].items()

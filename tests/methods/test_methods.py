@@ -21,39 +21,39 @@ from tests.conftest import make_texts, write_jsonl
 from tests.tolerance import assert_near
 
 ALL = list(methods.METHODS)
-GUIDE = Path(__file__).parents[1] / "docs" / "adding-a-method.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory):
-    return str(write_jsonl(tmp_path_factory.mktemp("few") / "few.jsonl", make_texts(12, 21, 0.7)))
+def target_labeled(tmp_path_factory):
+    return str(write_jsonl(tmp_path_factory.mktemp("target_labeled") / "few.jsonl", make_texts(12, 21, 0.7)))
 
 
-def labeled(name, few):
-    return {"target_labeled": few} if methods.get(name).needs_target_labels else {}
+def labeled(name, target_labeled):
+    return {"target_labeled": target_labeled} if methods.get(name).needs_target_labels else {}
 
 
 def test_the_list_names_paper_and_labels():
     shown = CliRunner().invoke(app, ["methods"], terminal_width=300).output
     for name in ("mtem", "source-only", "dann", "fixmatch", "cst", "mme", "biat", "wind"):
-        kind = methods.get(name)
+        method_cls = methods.get(name)
         line = next(line for line in shown.splitlines() if line.split() and line.split()[0] == name)
-        assert kind.paper.split()[0] in line and ("needed" in line) == kind.needs_target_labels
+        assert method_cls.paper.split()[0] in line and ("needed" in line) == method_cls.needs_target_labels
     assert [name for name in ALL if methods.get(name).needs_target_labels] == ["wind"]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_presets_are_settings_that_exist(name):
-    kind = methods.get(name)
+    method_cls = methods.get(name)
     for preset in ("recommended", "paper"):
-        parts = settings.build({"training": TrainingSettings, "method": kind.Settings}, kind.presets[preset])
-        assert isinstance(parts["method"], kind.Settings)
+        parts = settings.build({"training": TrainingSettings, "method": method_cls.Settings}, method_cls.presets[preset])
+        assert isinstance(parts["method"], method_cls.Settings)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "mtem"])
-def test_a_setting_of_another_method_is_refused_with_those_there_are(name, tiny, few):
+def test_a_setting_of_another_method_is_refused_with_those_there_are(name, tiny, target_labeled):
     with pytest.raises(RequestError, match=r"unknown setting 'index_initial'.*there are.*batch_size"):
-        mtem.adapt(**tiny, method=name, **labeled(name, few), index_initial=3.0)
+        mtem.adapt(**tiny, method=name, **labeled(name, target_labeled), index_initial=3.0)
 
 
 def test_a_method_that_needs_target_labels_says_so(tiny):
@@ -65,8 +65,8 @@ def test_a_method_that_needs_target_labels_says_so(tiny):
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_every_method_takes_odd_batches(name, frozen, encoder):
     """One example, one class only, an empty text: the weights stay finite and change."""
-    kind = methods.get(name)
-    bench = Bench(kind, encoder, few=True, frozen=frozen)
+    method_cls = methods.get(name)
+    bench = Bench(method_cls, encoder, target_labeled=True, frozen=frozen)
     empty = bench.model.collate(bench.model.encode_texts(["", "good1"]), np.arange(2))
     good = np.flatnonzero(bench.labels[:40] == 1)[:4]
     cases = [
@@ -84,14 +84,15 @@ def test_every_method_takes_odd_batches(name, frozen, encoder):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_method_adapts_with_three_classes_and_keeps_their_names(name, encoder, tmp_path, few):
+def test_every_method_adapts_with_three_classes_and_keeps_their_names(name, encoder, tmp_path, target_labeled):
     rows = [(text, ("awful", "so-so", "fine")[number % 3]) for number, (text, _) in enumerate(make_texts(60, 31))]
     target = [text for text, _ in make_texts(40, 32, 0.5)]
     given = {"target_labeled": rows[:9]} if methods.get(name).needs_target_labels else {}
     given = {key: ([t for t, _ in value], [c for _, c in value]) for key, value in given.items()}
     adapted = mtem.adapt(
         ([t for t, _ in rows], [c for _, c in rows]), target, model=encoder, method=name, output=tmp_path / "run",
-        max_length=16, batch_size=12, source_epochs=1, source_learning_rate=1e-3, learning_rate=5e-4, steps=3, evaluations=1, **given,
+        max_length=16, batch_size=12, source_epochs=1, source_learning_rate=1e-3, learning_rate=5e-4, steps=3, evaluations=1,
+        **given,
     )  # fmt: skip
     loaded = mtem.load(tmp_path / "run")
     assert loaded.classes == adapted.classes == ("awful", "fine", "so-so")
@@ -99,8 +100,10 @@ def test_every_method_adapts_with_three_classes_and_keeps_their_names(name, enco
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_method_runs_in_bfloat16(name, tiny, few):
-    adapted = mtem.adapt(**{**tiny, "steps": 2, "source_epochs": 0.2}, method=name, precision="bf16", **labeled(name, few))
+def test_every_method_runs_in_bfloat16(name, tiny, target_labeled):
+    adapted = mtem.adapt(
+        **{**tiny, "steps": 2, "source_epochs": 0.2}, method=name, precision="bf16", **labeled(name, target_labeled)
+    )
     assert np.isfinite(adapted.predict_proba(["good1 bad2", ""])).all()
 
 
@@ -145,6 +148,8 @@ def test_the_guides_method_runs_from_the_command_line_and_resumes(own, tiny, tmp
     [
         ("import nothing_of_that_name", "cannot be imported: ModuleNotFoundError"),
         ("x = 1", "found 0"),
+        ("from mtem.methods import Method\nclass A(Method):\n    name = 'a'\n    Settings = object", "A has no 'step'"),
+        ("from mtem.methods import Method\nclass A(Method):\n    name = 'a'\n    def step(self): ...", "A has no 'Settings'"),
         (None, "no such file"),
     ],
 )

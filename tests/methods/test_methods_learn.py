@@ -28,12 +28,14 @@ def columns(rows):
 
 
 @functools.cache
-def accuracy(encoder, method, seed, few=0, wrong=0.0, share=0.5):
+def accuracy(encoder, method, seed, target_labeled=0, wrong=0.0, share=0.5):
     source = make_texts(200, 21)
     draw = np.random.default_rng(seed)
     flip = {"good": "bad", "bad": "good"}
     source = [(text, flip[label] if draw.random() < wrong else label) for text, label in source]
-    given = {"target_labeled": columns(make_texts(few, 24, 0.5)), "target_labeled_share": share} if few else {}
+    given = (
+        {"target_labeled": columns(make_texts(target_labeled, 24, 0.5)), "target_labeled_share": share} if target_labeled else {}
+    )
     target, test = make_texts(400, 22, 0.5), make_texts(400, 23, 0.5)
     adapted = mtem.adapt(
         columns(source), [text for text, _ in target], model=encoder, method=method, seed=seed, **SHARED, **given
@@ -48,7 +50,8 @@ def test_adaptation_beats_source_only(encoder, method):
 
 
 def test_wind_beats_training_on_everything_alike_when_labels_are_wrong(encoder):
-    noisy = {"few": 60, "wrong": 0.45, "share": None}  # alike: by their number; as half of every batch they drown the wrong ones
+    # without a share: as half of every batch the labeled target texts would outweigh the wrong labels
+    noisy = {"target_labeled": 60, "wrong": 0.45, "share": None}
     gains = [accuracy(encoder, "wind", seed, **noisy) - accuracy(encoder, "source-only", seed, **noisy) for seed in SEEDS]
     assert np.mean(gains) > GAIN, gains
 
@@ -56,4 +59,4 @@ def test_wind_beats_training_on_everything_alike_when_labels_are_wrong(encoder):
 @pytest.mark.parametrize("method", ["mtem", "mme", "biat"])
 def test_labeled_target_texts_do_not_harm(encoder, method):
     """Semi-supervised: at least as good as In+Out, the same texts without adaptation."""
-    assert accuracy(encoder, method, 0, few=20) > accuracy(encoder, "source-only", 0, few=20) - 0.01
+    assert accuracy(encoder, method, 0, target_labeled=20) > accuracy(encoder, "source-only", 0, target_labeled=20) - 0.01

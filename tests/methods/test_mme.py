@@ -41,16 +41,22 @@ def entropy(model, inputs):
     return float(-(probabilities * probabilities.log()).sum(dim=1).mean())
 
 
-@pytest.mark.parametrize(("few", "frozen"), [(False, 0), (True, 0), (True, 1)])
-def test_trajectory_is_the_literal_one(encoder, few, frozen):
+@pytest.mark.parametrize(("target_labeled", "frozen"), [(False, 0), (True, 0), (True, 1)])
+def test_trajectory_is_the_literal_one(encoder, target_labeled, frozen):
     ours = bench(
-        encoder, few=few, frozen=frozen, learning_rate=0.05, temperature=0.2, entropy_weight=0.7, head_learning_rate_ratio=4.0
+        encoder,
+        target_labeled=target_labeled,
+        frozen=frozen,
+        learning_rate=0.05,
+        temperature=0.2,
+        entropy_weight=0.7,
+        head_learning_rate_ratio=4.0,
     )
     twin = copy.deepcopy(ours.model).train()
     start = ours.weights()
     for number in range(5):
         source, target = ours.batches()
-        if few:
+        if target_labeled:
             source = ours.source_batch([*source.rows[:4].tolist(), SOURCE + number, SOURCE])
         labeled = list(zip(singles(source.inputs), source.labels.tolist(), strict=True))
         loss, uncertainty = reference.step(twin, labeled, singles(target.inputs), ours.rate, 4.0, 0.7, 0.2)
@@ -89,7 +95,7 @@ def test_the_head_raises_the_entropy_and_the_encoder_lowers_it(encoder, part, si
 
 def test_labeled_target_texts_are_seen_as_often_as_by_other_methods(encoder):
     """Those of the labeled batch and no more: a stream of its own would give this method more labels than the others."""
-    ours = bench(encoder, few=True)
+    ours = bench(encoder, target_labeled=True)
     source, target = ours.source_batch([0, 3, 7, SOURCE, SOURCE + 2]), ours.batches()[1]
     ours.context.target_labeled = lambda number: pytest.fail("asked for labeled target texts beside the batch's")
     with torch.no_grad():
@@ -157,9 +163,9 @@ def last(monkeypatch):
     monkeypatch.setattr(criteria, "choose", lambda scores: len(scores) - 1)
 
 
-@pytest.mark.parametrize("few", [False, True])
-def test_a_whole_run(tiny, tmp_path, last, few):
-    if few:
+@pytest.mark.parametrize("target_labeled", [False, True])
+def test_a_whole_run(tiny, tmp_path, last, target_labeled):
+    if target_labeled:
         tiny |= {"target_labeled": str(write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))), "frozen_layers": 1}
     adapted = mtem.adapt(**tiny, method="mme", output=tmp_path / "run", log_every=1)
     lines = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
@@ -183,8 +189,8 @@ def test_the_source_model_is_the_one_before_the_adaptation(tiny, tmp_path, last)
 
 def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, last):
     """Stopped between the two updates of the third step."""
-    few = write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))
-    request = {**tiny, "method": "mme", "target_labeled": str(few), "source_epochs": 0.5, "checkpoint_seconds": 0.0}
+    target_labeled = write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))
+    request = {**tiny, "method": "mme", "target_labeled": str(target_labeled), "source_epochs": 0.5, "checkpoint_seconds": 0.0}
     mtem.adapt(**request, output=tmp_path / "whole")
     with stopped_after(5):
         mtem.adapt(**request, output=tmp_path / "cut")

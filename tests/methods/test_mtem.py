@@ -86,7 +86,7 @@ def test_ablations_of_annealing_and_sampling(encoder):
 def test_index_step_normalisations(encoder, kind):
     method = Setting(encoder, index_step=kind, index_learning_rate=0.5, index_low=1.05, index_high=5.0).method
     gradient = torch.tensor([3e-7, -4e-7, 0.0, 1e-8])
-    moved = method.moved(torch.tensor([2.0, 2.0, 2.0, 1.06]), gradient, 0)
+    moved = method.updated_index(torch.tensor([2.0, 2.0, 2.0, 1.06]), gradient, 0)
     step = {
         "raw": gradient,
         "sign": torch.tensor([1.0, -1.0, 0.0, 1.0]),
@@ -95,7 +95,7 @@ def test_index_step_normalisations(encoder, kind):
         "norm": gradient / 5.0009999e-7,
     }[kind]
     torch.testing.assert_close(moved, (torch.tensor([2.0, 2.0, 2.0, 1.06]) - 0.5 * step).clamp(1.05, 5.0))
-    assert torch.isfinite(method.moved(torch.full((4,), 2.0), torch.zeros(4), 0)).all()
+    assert torch.isfinite(method.updated_index(torch.full((4,), 2.0), torch.zeros(4), 0)).all()
 
 
 def test_index_falls_where_the_pseudo_label_helps_the_source(encoder):
@@ -155,11 +155,11 @@ def test_meta_loss_does_not_change_what_is_drawn_next(encoder):
 def test_assumption_2_rate_falls(encoder):
     method = Setting(encoder, index_schedule="assumption-2", index_learning_rate=0.5, index_step="sign").method
     start, gradient = torch.tensor([2.0]), torch.tensor([1.0])
-    assert float(start - method.moved(start, gradient, 0)) == pytest.approx(0.5)
-    assert float(start - method.moved(start, gradient, 7)) == pytest.approx(0.5 / 8 ** (2 / 3), rel=1e-5)
+    assert float(start - method.updated_index(start, gradient, 0)) == pytest.approx(0.5)
+    assert float(start - method.updated_index(start, gradient, 7)) == pytest.approx(0.5 / 8 ** (2 / 3), rel=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{"index_low": 3.0, "index_high": 2.0}, {"temperature_start": 0.1, "temperature_end": 0.5}])
 def test_impossible_ranges_are_refused(encoder, changes):
-    with pytest.raises(RequestError, match=r"must"):
+    with pytest.raises(RequestError, match=r"expected"):
         Setting(encoder, **changes)

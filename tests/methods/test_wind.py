@@ -14,7 +14,7 @@ from mtem.errors import RequestError
 from mtem.methods.base import cross_entropy, functional
 from mtem.methods.wind import IN_DOMAIN, Wind, WindSettings, weighted_mean
 from mtem.run.pipeline import Run
-from tests.bench import FEW, SOURCE, Bench, stopped_after
+from tests.bench import SOURCE, TARGET_LABELED, Bench, stopped_after
 from tests.conftest import examples, make_texts, write_jsonl
 from tests.reference import wind as reference
 from tests.tolerance import assert_weights_near
@@ -24,14 +24,14 @@ RAW = {"weight_step": "raw", "weight_learning_rate": 5.0}
 
 
 def bench(encoder, **changes) -> Bench:
-    return Bench(Wind, encoder, few=True, **changes)
+    return Bench(Wind, encoder, target_labeled=True, **changes)
 
 
-def functions(ours: Bench, source, few):
+def functions(ours: Bench, source, target_labeled):
     """The batch's scores and the loss on the labeled target texts, as functions of the parameters."""
     return (
         lambda parameters: functional(ours.model, parameters, source.inputs),
-        lambda parameters: cross_entropy(functional(ours.model, parameters, few.inputs), few.labels),
+        lambda parameters: cross_entropy(functional(ours.model, parameters, target_labeled.inputs), target_labeled.labels),
     )
 
 
@@ -103,14 +103,14 @@ def test_engines_agree_with_autograd_through_the_virtual_step(encoder, engine, t
     if weighted:
         ours.context.class_weights = torch.tensor(class_weights)
         ours.method = Wind(ours.model, ours.method.settings, ours.context)
-    source, few = ours.source_batch([0, 3, 7, 12, 21, 33, SOURCE, SOURCE + 3]), ours.context.target_labeled(0)
+    source, target_labeled = ours.source_batch([0, 3, 7, 12, 21, 33, SOURCE, SOURCE + 3]), ours.context.target_labeled(0)
     ours.method.w[source.rows[:6]] = torch.tensor([0.0, 1.0, -1.0, 2.0, -2.0, 0.5])
     before = ours.weights()
-    gradient, meta_loss = ours.method.weight_gradient(source, few)
-    scores_of, _ = functions(ours, source, few)
+    gradient, meta_loss = ours.method.weight_gradient(source, target_labeled)
+    scores_of, _ = functions(ours, source, target_labeled)
 
     def target_loss_of(parameters):
-        return ours.method.cross_entropy(functional(ours.model, parameters, few.inputs), few.labels)
+        return ours.method.cross_entropy(functional(ours.model, parameters, target_labeled.inputs), target_labeled.labels)
 
     wanted, loss = reference.meta_gradient(
         scores_of, target_loss_of, before, ours.method.w[source.rows], source.labels.tolist(), ours.rate, class_weights
@@ -125,13 +125,19 @@ def test_engines_agree_with_autograd_through_the_virtual_step(encoder, engine, t
 @pytest.mark.parametrize(("engine", "tolerance"), ENGINES)
 def test_trajectory_is_the_literal_reading(encoder, engine, tolerance):
     ours = bench(encoder, dropout=False, engine=engine, **RAW)
-    theta, w = ours.weights(), torch.zeros(SOURCE + FEW)
+    theta, w = ours.weights(), torch.zeros(SOURCE + TARGET_LABELED)
     w[SOURCE:] = 1e8
     for number in range(6):
         source, target = ours.batches()
-        rows, few = source.rows, ours.context.target_labeled(number)
+        rows, target_labeled = source.rows, ours.context.target_labeled(number)
         theta, w[rows] = reference.step(
-            *functions(ours, source, few), theta, w[rows], (rows >= SOURCE).tolist(), source.labels.tolist(), ours.rate, 5.0
+            *functions(ours, source, target_labeled),
+            theta,
+            w[rows],
+            (rows >= SOURCE).tolist(),
+            source.labels.tolist(),
+            ours.rate,
+            5.0,
         )
         ours.step(number, source, target)
         torch.testing.assert_close(ours.method.w, w, atol=tolerance, rtol=tolerance)
@@ -143,9 +149,9 @@ def test_trajectory_is_the_literal_reading(encoder, engine, tolerance):
 def test_inner_steps_repeat_the_move(encoder):
     twice, once = bench(encoder, inner_steps=2, dropout=False, **RAW), bench(encoder, dropout=False, **RAW)
     source, target = twice.batches()
-    few = once.context.target_labeled(0)
+    target_labeled = once.context.target_labeled(0)
     for _ in range(2):
-        gradient, _ = once.method.weight_gradient(source, few)
+        gradient, _ = once.method.weight_gradient(source, target_labeled)
         once.method.w[source.rows] += 5.0 * gradient
     twice.step(0, source, target)
     torch.testing.assert_close(twice.method.w, once.method.w)
@@ -170,21 +176,25 @@ def test_step_normalisations(encoder, kind):
 @pytest.mark.parametrize("engine", [name for name, _ in ENGINES])
 def test_a_rate_of_nothing_gives_the_limit(encoder, engine):
     ours = bench(encoder, engine=engine, **RAW)
-    source, few = ours.batches()[0], ours.context.target_labeled(0)
+    source, target_labeled = ours.batches()[0], ours.context.target_labeled(0)
     ours.context.learning_rate = lambda: 0.0
-    still, _ = ours.method.weight_gradient(source, few)
+    still, _ = ours.method.weight_gradient(source, target_labeled)
     ours.context.learning_rate = lambda: 1e-6
-    moving, _ = ours.method.weight_gradient(source, few)
+    moving, _ = ours.method.weight_gradient(source, target_labeled)
     assert torch.isfinite(still).all() and still.norm() > 0
     assert relative(still, moving) < 1e-3
 
 
 def test_virtual_rate_takes_the_place_of_the_current_one(encoder):
     ours, other = bench(encoder, learning_rate=0.05), bench(encoder, learning_rate=0.5, virtual_learning_rate=0.05)
-    source, few = ours.batches()[0], ours.context.target_labeled(0)
-    assert torch.equal(ours.method.weight_gradient(source, few)[1], other.method.weight_gradient(source, few)[1])
+    source, target_labeled = ours.batches()[0], ours.context.target_labeled(0)
+    assert torch.equal(
+        ours.method.weight_gradient(source, target_labeled)[1], other.method.weight_gradient(source, target_labeled)[1]
+    )
     plain = bench(encoder, learning_rate=0.5)
-    assert not torch.equal(plain.method.weight_gradient(source, few)[1], other.method.weight_gradient(source, few)[1])
+    assert not torch.equal(
+        plain.method.weight_gradient(source, target_labeled)[1], other.method.weight_gradient(source, target_labeled)[1]
+    )
 
 
 # ---------------------------------------------------------------------- what the weights do
@@ -213,7 +223,7 @@ def test_weights_fall_on_corrupted_labels(encoder):
             ours.step(number)
         u = ours.method.sample_weights()
         gaps.append(float(u[np.setdiff1d(np.arange(SOURCE), corrupted)].mean() - u[corrupted].mean()))
-        assert torch.equal(u[SOURCE:], torch.ones(FEW)), "the target's own texts keep their weight"
+        assert torch.equal(u[SOURCE:], torch.ones(TARGET_LABELED)), "the target's own texts keep their weight"
     assert np.mean(gaps) > 0.25 and min(gaps) > 0.1, gaps
 
 
@@ -248,12 +258,12 @@ def test_new_weights_enter_the_update(encoder):
 def test_dropout_is_in_the_update_only(encoder):
     ours = bench(encoder)
     source, target = ours.batches()
-    few = ours.context.target_labeled(0)
+    target_labeled = ours.context.target_labeled(0)
     ours.model.train()
     found = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        found.append(ours.method.weight_gradient(source, few)[0])
+        found.append(ours.method.weight_gradient(source, target_labeled)[0])
     assert torch.equal(found[0], found[1]) and ours.model.training
     ours.model.eval()
     losses = []
@@ -297,8 +307,14 @@ def everything(method) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, frozen):
-    few = write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))
-    request = {**tiny, "method": "wind", "target_labeled": str(few), "frozen_layers": frozen, "checkpoint_seconds": 0.0}
+    target_labeled = write_jsonl(tmp_path / "few.jsonl", make_texts(6, 30, 0.7))
+    request = {
+        **tiny,
+        "method": "wind",
+        "target_labeled": str(target_labeled),
+        "frozen_layers": frozen,
+        "checkpoint_seconds": 0.0,
+    }
     request |= {"source_epochs": 1, "criterion": "source-validation"}
     ends = []
     finish = Run.finish

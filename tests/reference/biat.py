@@ -52,7 +52,7 @@ def step(
     head: tuple[str, str],
     target_head: tuple[Tensor, Tensor],
     labeled: list[Text],
-    few: list[Text],
+    target_labeled: list[Text],
     unlabeled: list[Text],
     constants: Constants,
 ) -> tuple[Params, tuple[Tensor, Tensor]]:
@@ -83,12 +83,12 @@ def step(
         away = of_length(uphill(lambda r, x=text: -torch.log(h(x, r)[x.label]), nothing), radius)
         loss = loss - one * torch.log(h(text, away)[text.label]) / len(labeled)
 
-        if few and text.source:
+        if target_labeled and text.source:
             across = -of_length(uphill(lambda r, x=text: -torch.log(t(x, r)[x.label]), nothing), radius)
             loss = loss - two * torch.log(h(text, across)[text.label]) / sum(other.source for other in labeled)
 
-    for text in few:
-        loss = loss - torch.log(t(text, torch.zeros_like(text.embeddings))[text.label]) / len(few)
+    for text in target_labeled:
+        loss = loss - torch.log(t(text, torch.zeros_like(text.embeddings))[text.label]) / len(target_labeled)
 
     contested = torch.zeros(())
     for text in unlabeled:

@@ -22,7 +22,7 @@ in the dict :data:`ENGINES`. They differ in how they compute the product with v.
     Exact, by differentiating the gradient of the virtual step again. The reference; needs three times the memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -103,7 +103,7 @@ def math_attention() -> AbstractContextManager[None]:
 
 def index_gradient(
     logits: Callable[[Params, BatchT], Tensor],
-    params: Params,
+    params: Mapping[str, Tensor],
     batch: BatchT,
     labels: Tensor,
     index: float | Tensor,
@@ -132,7 +132,7 @@ def index_gradient(
 
 def meta_gradient(
     logits: Callable[[Params, BatchT], Tensor],
-    params: Params,
+    params: Mapping[str, Tensor],
     batch: BatchT,
     labels: Tensor,
     index: float | Tensor,
@@ -151,7 +151,7 @@ def meta_gradient(
     ----------
     logits : callable
         ``logits(params, batch)`` -> ``[N, K]``, a pure function of the parameters.
-    params : dict of str to Tensor
+    params : mapping of str to Tensor
         The trainable parameters by name. The functions close over the frozen ones.
     batch : object
         Passed to `logits` as it is.

@@ -1,6 +1,16 @@
 """The methods: one file each, on the contract in `base`, found by name in `registry`."""
 
-from mtem.methods.base import Batch, Context, Method, Update, cross_entropy, functional, reverse, without_dropout
+from mtem.methods.base import (
+    Batch,
+    Context,
+    Method,
+    StepLog,
+    Update,
+    cross_entropy,
+    functional,
+    reverse_gradient,
+    without_dropout,
+)
 from mtem.methods.registry import METHODS, get
 
 __all__ = [
@@ -8,10 +18,11 @@ __all__ = [
     "Batch",
     "Context",
     "Method",
+    "StepLog",
     "Update",
     "cross_entropy",
     "functional",
     "get",
-    "reverse",
+    "reverse_gradient",
     "without_dropout",
 ]

@@ -1,4 +1,4 @@
-"""Pseudo labels with the class shares that are assumed of the target."""
+"""Pseudo labels with the class shares that are assumed for the target."""
 
 from __future__ import annotations
 
@@ -7,35 +7,47 @@ from torch import Tensor
 
 
 class Alignment:
-    """Pseudo labels with the assumed class shares, whatever the method that makes them. Does nothing without `shares`."""
+    """Shifts logits so that the pseudo labels drawn from them have the assumed class shares, for any method.
+
+    Parameters
+    ----------
+    shares : Tensor, optional
+        The assumed shares of the classes ``[K]``. Without them the logits are returned as they are.
+    momentum : float, default 0.9
+        How slowly the bias follows the predictions.
+    """
 
     def __init__(self, shares: Tensor | None = None, momentum: float = 0.9) -> None:
         self.shares, self.momentum = shares, momentum
-        self.bias = None if shares is None else torch.zeros_like(shares)
-        self.begun = False
+        self.bias: Tensor | None = None if shares is None else torch.zeros_like(shares)
+        self.started = False
 
     @torch.no_grad()
-    def __call__(self, scores: Tensor) -> Tensor:
-        """The scores with the bias that gave the predictions so far the assumed shares; these predictions then move it."""
-        if self.shares is None:
-            return scores
-        if not self.begun:  # the first batch has it fitted
-            self._move(scores, 1.0, 50)
-            self.begun = True
-        aligned = scores + self.bias
-        self._move(scores, 1 - self.momentum, 1)
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the logits plus the bias that gives the predictions so far the assumed shares, then update the bias."""
+        if self.shares is None or self.bias is None:
+            return logits
+        if not self.started:  # the bias is fitted to the first batch
+            self.bias = _fit_bias(self.bias, logits, self.shares, step=1.0, iterations=50)
+            self.started = True
+        aligned = logits + self.bias
+        self.bias = _fit_bias(self.bias, logits, self.shares, step=1 - self.momentum, iterations=1)
         return aligned
 
-    def _move(self, scores: Tensor, step: float, times: int) -> None:
-        for _ in range(times):
-            mean = torch.softmax(scores.float() + self.bias, dim=-1).mean(dim=0).clamp_min(1e-6)
-            self.bias = (self.bias + step * (self.shares.log() - mean.log())).clamp(-20, 20)
-
     def state(self) -> dict[str, Tensor]:
-        if self.shares is None:
+        """Return the tensors that a resumed run needs."""
+        if self.shares is None or self.bias is None:
             return {}
-        return {"shares": self.shares, "bias": self.bias, "begun": torch.tensor(self.begun)}
+        return {"shares": self.shares, "bias": self.bias, "begun": torch.tensor(self.started)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state` returned."""
         if state:
-            self.shares, self.bias, self.begun = state["shares"].clone(), state["bias"].clone(), bool(state["begun"])
+            self.shares, self.bias, self.started = state["shares"].clone(), state["bias"].clone(), bool(state["begun"])
+
+
+def _fit_bias(bias: Tensor, logits: Tensor, shares: Tensor, step: float, iterations: int) -> Tensor:
+    for _ in range(iterations):
+        mean = torch.softmax(logits.float() + bias, dim=-1).mean(dim=0).clamp_min(1e-6)
+        bias = (bias + step * (shares.log() - mean.log())).clamp(-20, 20)
+    return bias

@@ -1,130 +1,244 @@
-"""The contract of a method, and where they are found by name.
+"""The contract of a method, and small functions that several methods share.
 
-A method is one file: a settings dataclass and a subclass of `Method`. It sees batches and a model, never a file. To add one,
-write the file and name it in `METHODS` (docs/adding-a-method.md), or give its path in the place of a name.
+A method is one file: a settings dataclass and a subclass of :class:`Method`. It sees batches and a model, never a file or a
+text. How to add one is described in :mod:`mtem.methods.registry` and in docs/adding-a-method.md.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtem.methods.alignment import Alignment
+from mtem.models.base import Inputs, Model
+
+# What a step logs, by name. Tensors are read only when they are written to the history.
+StepLog: TypeAlias = dict[str, Tensor | float]
 
 
 class Batch(NamedTuple):
-    """Inputs for the model, labels where known, and which rows of the corpus they are."""
+    """A batch of examples.
 
-    inputs: dict[str, Tensor]
+    Attributes
+    ----------
+    inputs : mapping of str to Tensor
+        The inputs of the model.
+    labels : Tensor or None
+        The classes, integers ``[N]``; None for unlabeled examples.
+    rows : Tensor
+        The row of each example in its corpus, integers ``[N]``.
+    """
+
+    inputs: Inputs
     labels: Tensor | None
     rows: Tensor
+
+    def require_labels(self) -> Tensor:
+        """Return the labels of a labeled batch.
+
+        Raises
+        ------
+        ValueError
+            If the batch is unlabeled.
+        """
+        if self.labels is None:
+            raise ValueError("expected a labeled batch, got an unlabeled one")
+        return self.labels
 
 
 @dataclasses.dataclass
 class Context:
-    """What a method may know of the run around it."""
+    """What a method knows of its run.
 
-    steps: int  # how many steps there will be
-    target_size: int  # how many unlabeled examples
+    Attributes
+    ----------
+    steps : int
+        The number of steps of the run.
+    target_size : int
+        The number of unlabeled target examples.
+    classes : int
+        The number of classes.
+    generator : torch.Generator
+        On the CPU, so that every device draws the same. Methods draw from it, or from torch's own generator.
+    learning_rate : callable
+        Returns the current learning rate of the model.
+    source_size : int
+        The number of labeled examples, those of the target included. The rows of the source batches are numbers below it.
+    target_labeled_rows : Tensor or None
+        The rows, among these, of the labeled target examples.
+    target_labeled : callable or None
+        Returns the labeled target examples of the labeled batch of a step, as a batch. None: there are none.
+    class_weights : Tensor or None
+        The class weights of the cross-entropy ``[K]``.
+    align : Alignment
+        Gives the logits that pseudo labels are made from the assumed class shares.
+    """
+
+    steps: int
+    target_size: int
     classes: int
-    generator: torch.Generator  # on the CPU, so that every device draws the same
-    learning_rate: Callable[[], float]  # the current learning rate of theta
-    source_size: int = 0  # how many labeled examples, the target's among them; the source batches' rows count through them
-    target_labeled_rows: Tensor | None = None  # which of those rows are the target's
-    target_labeled: Callable[[int], Batch] | None = None  # batches of those alone, by step number; None: there are none
-    class_weights: Tensor | None = None  # of the cross-entropy
-    align: Alignment = dataclasses.field(default_factory=Alignment)  # scores that pseudo labels are to be drawn from
+    generator: torch.Generator
+    learning_rate: Callable[[], float]
+    source_size: int = 0
+    target_labeled_rows: Tensor | None = None
+    target_labeled: Callable[[int], Batch] | None = None
+    class_weights: Tensor | None = None
+    align: Alignment = dataclasses.field(default_factory=Alignment)
 
     def is_target_labeled(self, rows: Tensor) -> Tensor:
-        """Which rows of the source batches are the target's own, bool [N]."""
+        """Return which rows of a source batch are labeled target examples, bool ``[N]``."""
         if self.target_labeled_rows is None or not len(self.target_labeled_rows):
             return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         return (rows.unsqueeze(1) == self.target_labeled_rows).any(dim=1)
 
 
 class Update(Protocol):
-    """Backward, clipping, one optimizer step.
-
-    `before_step` is called after the backward pass, before the step. `gradients` of the model's parameters that are known already
-    are added to those of the loss, which may then be None.
-    """
+    """A function that runs a backward pass, clips the gradients and takes one optimizer step."""
 
     def __call__(
         self, loss: Tensor | None, before_step: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
-    ) -> None: ...
+    ) -> None:
+        """Update the model and the method's modules.
+
+        Parameters
+        ----------
+        loss : Tensor or None
+            The loss; None if all gradients are in `gradients`.
+        before_step : callable, optional
+            Called after the backward pass, before the optimizer step.
+        gradients : dict of str to Tensor, optional
+            Gradients of the model's parameters that are already known; added to those of the loss.
+        """
 
 
-class Method:
-    """One way to train. Subclasses set the class attributes and write `step`."""
+class Method(abc.ABC):
+    """One way to train. Subclasses set the class attributes and define `step`.
+
+    Parameters
+    ----------
+    model : Model
+        The model to train.
+    settings : object
+        An instance of `Settings`.
+    context : Context
+        What the method knows of its run.
+
+    Attributes
+    ----------
+    name : str
+        The name of the method on the command line.
+    summary : str
+        One line for the list of methods.
+    paper : str
+        The publication of the method.
+    needs_target_labels : bool
+        Whether the method cannot run without labeled target examples.
+    Settings : type
+        The settings dataclass of the method, its fields made with :func:`mtem.settings.setting`.
+    presets : dict
+        Preset name -> settings that differ from the defaults. Names of training settings are allowed too.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
     needs_target_labels: ClassVar[bool] = False
     Settings: ClassVar[type]
-    # preset name -> settings that differ from the defaults; names of the training's settings are allowed too
     presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": {}}
 
-    def __init__(self, model: Any, settings: Any, context: Context) -> None:
+    # Subclasses declare the type of their settings: `settings: MtemSettings`.
+    settings: Any
+
+    def __init__(self, model: Model, settings: Any, context: Context) -> None:
         self.model, self.settings, self.context = model, settings, context
 
-    def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
-        """One step; returns what is worth logging (tensors are read only when they are logged)."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
+        """Train for one step.
 
-    @classmethod
-    def prepare_model(cls, model: Any, settings: Any) -> None:
-        """Change the freshly made model, before any training, where the method has a classifier of its own kind."""
+        Parameters
+        ----------
+        number : int
+            The number of the step, from 0.
+        source : Batch
+            Labeled examples, those of the target included.
+        target : Batch
+            Unlabeled target examples.
+        update : Update
+            Updates the weights; called as often as the method needs.
+
+        Returns
+        -------
+        dict of str to Tensor or float
+            What is logged. Tensors are read only when they are written to the history.
+        """
+
+    @classmethod  # noqa: B027
+    def prepare_model(cls, model: Model, settings: Any) -> None:
+        """Change the new model before any training, for methods that need another kind of classifier."""
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean over the batch, with the run's class weights if it has them."""
+        """Return the mean cross-entropy of a batch, with the run's class weights if there are any."""
         return cross_entropy(logits, labels, self.context.class_weights)
 
     def modules(self) -> dict[str, nn.Module]:
-        """Trainable parts beside the model (a discriminator, say)."""
+        """Return trainable modules beside the model, by name (a discriminator, for example)."""
         return {}
 
     def learning_rate_factor(self, name: str) -> float:
-        """What multiplies the learning rate of a parameter; those of `modules()` are called "part.name"."""
+        """Return the factor of the learning rate of a parameter; those of `modules()` are named "module.parameter"."""
         return 1.0
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights to judge and to keep: the model's, unless the method averages."""
+        """Return the weights to evaluate and to save: those of the model, unless the method averages them."""
         return {name: parameter.detach() for name, parameter in self.model.trainable().items()}
 
     def state(self) -> dict[str, Tensor]:
-        """What a resumed run needs beside model, optimizer and random states."""
+        """Return the tensors that a resumed run needs beside the model, the optimizer and the random states."""
         return {}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of `state`."""
+    def load_state(self, state: dict[str, Tensor]) -> None:  # noqa: B027
+        """Restore what `state` returned."""
 
     def meta_loss(self, source: Batch, target: Batch) -> float | None:
-        """The meta-validation loss, for methods that have one."""
+        """Return the meta-validation loss; None for methods that have none."""
         return None
 
     def indexes(self) -> Tensor | None:
-        """The entropy index of every target text, for methods that have them."""
+        """Return the entropy index of every target example; None for methods that have none."""
         return None
 
 
-def functional(model: nn.Module, parameters: dict[str, Tensor], inputs: dict[str, Tensor]) -> Tensor:
-    """The model's logits with other weights in the place of its trainable ones."""
-    return torch.func.functional_call(model, parameters, (inputs,))
+def functional(model: nn.Module, parameters: dict[str, Tensor], inputs: Inputs) -> Tensor:
+    """Return the logits of a model with other values in the place of its trainable parameters.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    parameters : dict of str to Tensor
+        The values by parameter name.
+    inputs : mapping of str to Tensor
+        The inputs of the model.
+    """
+    return cast(Tensor, torch.func.functional_call(model, parameters, (inputs,)))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> Tensor:
+    """Return the mean cross-entropy of a batch, weighted by class if `class_weights` are given."""
     return F.cross_entropy(logits, labels, weight=class_weights)
 
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode inside the ``with`` block."""
     training = model.training
     model.eval()
     try:
@@ -133,7 +247,12 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-class _Reverse(torch.autograd.Function):
+def reverse_gradient(values: Tensor, scale: float = 1.0) -> Tensor:
+    """Return the values unchanged; in the backward pass their gradient is multiplied by ``-scale``."""
+    return cast(Tensor, _ReverseGradient.apply(values, scale))  # type: ignore[no-untyped-call]
+
+
+class _ReverseGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
@@ -142,8 +261,3 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return -ctx.scale * gradient, None
-
-
-def reverse(values: Tensor, scale: float = 1.0) -> Tensor:
-    """The values themselves; their gradient comes back multiplied by -scale."""
-    return _Reverse.apply(values, scale)

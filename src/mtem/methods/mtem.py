@@ -1,4 +1,4 @@
-r"""Meta-Tsallis-Entropy Minimization (Lu et al., IJCAI 2023), Algorithm 1, with the departures that real data demands.
+r"""Meta-Tsallis-Entropy Minimization (Lu et al., IJCAI 2023), Algorithm 1, with changes that real data requires.
 
 Each unlabeled text :math:`x_i` has its own entropy index :math:`\psi_i`. One step, on a target batch :math:`B` and a labeled
 batch :math:`V`:
@@ -11,7 +11,7 @@ batch :math:`V`:
     \theta &\leftarrow \theta - \eta_t\, \nabla_\theta \tfrac{1}{|B|} \sum_i \ell_{\psi_i}(f(x_i; \theta), \tilde y_i)
         && \text{with the same } \tilde y_i
 
-The `paper` preset is this and no more. What the other settings add, and why, stands in their help texts.
+The `paper` preset is exactly this. The help texts of the other settings say what they change, and why.
 """
 
 from __future__ import annotations
@@ -26,77 +26,88 @@ from torch import Tensor
 from mtem import annealing, metagrad, schedules, tsallis
 from mtem.errors import RequestError
 from mtem.metagrad import layerwise
-from mtem.methods.base import Batch, Context, Method, Update, functional, without_dropout
+from mtem.methods.base import Batch, Context, Method, StepLog, Update, functional, without_dropout
+from mtem.models.base import Inputs, Model
 from mtem.settings import setting
 
 
 @dataclasses.dataclass(frozen=True)
 class MtemSettings:
-    """Algorithm 1's constants, its ablations, and the departures from it."""
+    """The constants of Algorithm 1, its ablations, and the changes to it."""
 
     engine: str = setting(
         "layerwise",
-        "how the index gradient is computed: layerwise (the default: exact, from the layers of the one pass that the step needs "
-        "anyway), forward (exact, in forward mode; also what layerwise falls back to), taylor (the paper's approximation), "
-        "second-order (exact, the slowest)",
+        "how the index gradient is computed: layerwise (exact, from the layers of the pass that the step needs anyway; falls "
+        "back to forward for models without such layers), forward (exact, forward-mode differentiation), taylor (the paper's "
+        "approximation), second-order (exact, slowest)",
         choices=("layerwise", "forward", "taylor", "second-order"),
     )
-    index_initial: float = setting(2.0, "every text's entropy index at the start", low=1.0)
-    index_low: float = setting(1.05, "smallest index; the theory needs it above 1", low=1.0)
-    index_high: float = setting(5.0, "largest index; the paper's cases end at 5", low=1.0)
-    index_learning_rate: float = setting(0.5, "beta: how far an index moves per visit", low=0.0)
+    index_initial: float = setting(2.0, "entropy index of every text at the start (psi_0)", low=1.0)
+    index_low: float = setting(1.05, "smallest entropy index; the theory requires more than 1", low=1.0)
+    index_high: float = setting(5.0, "largest entropy index; the largest in the paper's case study is 5", low=1.0)
+    index_learning_rate: float = setting(0.5, "step size of the entropy indexes (beta)", low=0.0)
     index_step: str = setting(
         "sign",
-        "what beta multiplies: the raw gradient g (as printed: about 1e-5, the indexes never move), its sign, the soft sign "
-        "g / (|g| + median |g| of the batch), or g divided by its root mean square or its norm over the batch",
+        "what beta multiplies: the raw gradient g (as in the paper; about 1e-5, so the indexes hardly change), its sign, the "
+        "soft sign g / (|g| + median |g| of the batch), or g divided by its root mean square or its norm over the batch",
         choices=("raw", "sign", "soft", "rms", "norm"),
     )
     index_schedule: str = setting(
-        "constant", "beta over time: constant, or Assumption 2's min(1/L, k2/t^(2/3)) with L = 1/beta, k2 = beta",
+        "constant", "beta over time: constant, or min(1/L, k2/t^(2/3)) of Assumption 2 with L = 1/beta and k2 = beta",
         choices=("constant", "assumption-2"),
     )  # fmt: skip
-    meta: bool = setting(True, "learn the indexes; false: every text keeps index_initial (ablation 'w/o M')")
-    annealing: bool = setting(True, "anneal the sampling temperature; false: kappa = 1 throughout (ablation 'w/o A')")
-    sampling: bool = setting(True, "sample the pseudo labels; false: take the likeliest class (ablation 'w/o S')")
-    temperature_start: float = setting(1.0, "kappa at the start; above 1 small indexes flatten the predictions", low=0.0)
-    temperature_end: float = setting(0.2, "kappa at the end", low=0.0)
-    steepness: float = setting(5.0, "s: how suddenly the temperature falls half-way", low=0.0)
-    virtual_step: bool = setting(True, "take the source gradient after the inner step; false: at theta (cheaper, not exact)")
-    virtual_learning_rate: float | None = setting(None, "eta of the inner step; none: the current learning rate", low=0.0)
+    meta: bool = setting(True, "learn the entropy indexes; false: every text keeps index_initial (ablation w/o M)")
+    annealing: bool = setting(True, "anneal the sampling temperature; false: it is always 1 (ablation w/o A)")
+    sampling: bool = setting(True, "sample the pseudo labels; false: take the most probable class (ablation w/o S)")
+    temperature_start: float = setting(
+        1.0, "sampling temperature at the start (kappa_max); above 1, small indexes flatten the predictions", low=0.0
+    )
+    temperature_end: float = setting(0.2, "sampling temperature at the end (kappa_min)", low=0.0)
+    steepness: float = setting(5.0, "how steeply the temperature falls half-way (s)", low=0.0)
+    virtual_step: bool = setting(
+        True, "compute the source gradient after the inner step; false: at the current weights (cheaper, not exact)"
+    )
+    virtual_learning_rate: float | None = setting(
+        None, "learning rate of the inner step (eta); none: the current learning rate", low=0.0
+    )
     source_microbatches: int = setting(
-        1, "layerwise: in how many pieces the outer loop's source batch goes; with two a step needs less memory and more time",
+        1, "number of parts of the source batch in the outer loop (engine layerwise); 2 needs less memory and more time",
         low=1,
     )  # fmt: skip
-    taylor_step: float = setting(0.01, "finite difference of the taylor engine, relative to the norm of v", low=1e-6)
+    taylor_step: float = setting(0.01, "step of the finite difference of the taylor engine, relative to the norm of v", low=1e-6)
     source_weight: float = setting(
-        1.0, "weight of the source loss in the update of theta (Eq. 4); 0, as printed, lets theta forget the task", low=0.0
+        1.0,
+        "weight of the source loss in the update of the model (Eq. 4); with 0, as in Algorithm 1, it forgets the task",
+        low=0.0,
     )
-    target_weight: float = setting(1.0, "lambda: weight of the Tsallis loss in the update of theta", low=0.0)
+    target_weight: float = setting(1.0, "weight of the Tsallis loss in the update of the model (lambda)", low=0.0)
     ema_decay: float = setting(
         0.98,
-        "decay of the averaged weights that give the pseudo labels and are kept in the end; 0: the model itself. The average "
-        "is better than any single step, and a model that labels for itself drifts",
+        "decay of the moving average of the weights, which gives the pseudo labels and is saved in the end; 0: no average. The "
+        "average is better than any single step, and a model that learns from its own labels drifts",
         low=0.0,
         high=0.9999,
     )
     mask_ratio: float = setting(
-        0.15, "share of the student's tokens that are hidden: agreeing with the teacher then takes more than repeating it",
+        0.15, "share of the tokens that are masked in the model's input, not in that of the average that gives the labels",
         low=0.0, high=0.9,
     )  # fmt: skip
     dropout: bool = setting(
-        True, "dropout in the update of theta; with layerwise, whose inner step is that update, in the inner loss too"
+        True, "dropout in the update of the model; with the layerwise engine also in the inner loss, which uses the same pass"
     )
 
     def __post_init__(self) -> None:
+        """Check the ranges."""
         if self.index_high <= self.index_low:
-            raise RequestError(f"index_high={self.index_high} must be above index_low={self.index_low}")
+            raise RequestError(f"setting index_high={self.index_high}: expected a value above index_low={self.index_low}")
         if self.temperature_start < self.temperature_end:
             raise RequestError(
-                f"temperature_start={self.temperature_start} must not be below temperature_end={self.temperature_end}"
+                f"setting temperature_start={self.temperature_start}: "
+                f"expected a value of at least temperature_end={self.temperature_end}"
             )
 
 
-# Algorithm 1 and the paper's constants. It gives neither kappa's range nor s: 2 -> 0.5 and 5 are ours.
+# Algorithm 1 and the constants of the paper. It does not give the range of kappa, nor s: 2 to 0.5 and 5 are our choice.
 PAPER: dict[str, Any] = {
     "engine": "taylor",
     "index_initial": 2.0,
@@ -128,19 +139,20 @@ class Mtem(Method):
     summary = "self-training with a Tsallis entropy index per text, learned against the source loss"
     paper = "Lu et al., IJCAI 2023"
     Settings = MtemSettings
+    settings: MtemSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": PAPER}
 
-    def __init__(self, model: Any, settings: MtemSettings, context: Context) -> None:
+    def __init__(self, model: Model, settings: MtemSettings, context: Context) -> None:
         super().__init__(model, settings, context)
         initial = min(max(settings.index_initial, settings.index_low), settings.index_high)
         self.index = torch.full((context.target_size,), initial, device=model.device)
-        self.recorder = self.find_recorder() if settings.engine == "layerwise" else None
+        self.recorder = self._make_recorder() if settings.engine == "layerwise" else None
         self.average: dict[str, Tensor] = {}
         if settings.ema_decay:
             self.average = {name: p.detach().clone() for name, p in model.trainable().items()}
 
-    def find_recorder(self) -> layerwise.Recorder | None:
-        """None where the layers cannot be read one text at a time: then the forward engine serves."""
+    def _make_recorder(self) -> layerwise.Recorder | None:
+        """Return None if the layers cannot be read one text at a time: then the forward engine is used."""
         inputs = self.model.probe()
         if inputs is None:
             return None
@@ -148,77 +160,93 @@ class Mtem(Method):
             recorder = layerwise.Recorder(self.model, self.model.trainable(), lambda: self.model(inputs))
         return recorder if recorder.skipped_share < 0.01 else None
 
-    def step(self, number: int, source: Batch, target: Batch, update: Update) -> dict[str, Tensor | float]:
+    def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
+        """Update the entropy indexes of the target batch, then the model, then the average."""
         settings = self.settings
-        log: dict[str, Tensor | float] = {"temperature": self.temperature(number)}
-        own = not (self.average or settings.mask_ratio or settings.dropout)  # the model labels just what it is trained on
-        labels = None if own and self.recorder else self.pseudo_labels(target, log["temperature"])
-        student = target.inputs
+        temperature = self.temperature(number)
+        log: StepLog = {"temperature": temperature}
+        # Without average, mask and dropout the recorded pass itself gives the logits for the pseudo labels.
+        labels_from_recording = not (self.average or settings.mask_ratio or settings.dropout)
+        labels = None if labels_from_recording and self.recorder else self.pseudo_labels(target, temperature)
+        inputs = target.inputs
         if settings.mask_ratio:
-            student = self.model.augment(student, "mask", settings.mask_ratio, self.context.generator)
-        student = self.model.prepare(student)
-        train = self.train_recorded if self.recorder else self.train
-        target_loss, gradients = train(number, student, labels, target.rows, source, log)
+            inputs = self.model.augment(inputs, "mask", settings.mask_ratio, self.context.generator)
+        inputs = self.model.prepare(inputs)
+        loss: Tensor | None = None
+        gradients: dict[str, Tensor] | None = None
+        if self.recorder is not None:
+            gradients = self._recorded_gradient(self.recorder, number, inputs, labels, target.rows, source, temperature, log)
+        else:
+            assert labels is not None
+            loss = settings.target_weight * self._target_loss(number, inputs, labels, target.rows, source, log)
 
-        loss = None if target_loss is None else settings.target_weight * target_loss
         if settings.source_weight:
             self.model.train(settings.dropout)
-            source_loss = self.cross_entropy(self.model(source.inputs), source.labels)
+            source_loss = self.cross_entropy(self.model(source.inputs), source.require_labels())
             log["source_loss"] = source_loss.detach()
             source_loss = settings.source_weight * source_loss
             loss = source_loss if loss is None else loss + source_loss
         update(loss, gradients=gradients)
         if self.average:
-            now = [parameter.detach() for parameter in self.model.trainable().values()]
-            torch._foreach_lerp_(list(self.average.values()), now, 1 - settings.ema_decay)
+            current = [parameter.detach() for parameter in self.model.trainable().values()]
+            torch._foreach_lerp_(list(self.average.values()), current, 1 - settings.ema_decay)
         return log
 
-    def train(
-        self, number: int, student: Any, labels: Tensor, rows: Tensor, source: Batch, log: dict[str, Tensor | float]
-    ) -> tuple[Tensor, None]:
-        """The outer loop by one of metagrad's engines, then the Tsallis loss with its graph."""
+    def _target_loss(self, number: int, inputs: Inputs, labels: Tensor, rows: Tensor, source: Batch, log: StepLog) -> Tensor:
+        """Run the outer loop by an engine of `mtem.metagrad`, and return the Tsallis loss with its graph."""
         if self.settings.meta:
-            meta = self.index_gradient(student, labels, rows, source)
-            self.index[rows] = self.moved(self.index[rows], meta.gradient, number)
+            meta = self.index_gradient(inputs, labels, rows, source)
+            self.index[rows] = self.updated_index(self.index[rows], meta.gradient, number)
             log["meta_loss"] = meta.source_loss
         self.model.train(self.settings.dropout)
-        log_probs = torch.log_softmax(self.model(student), dim=-1)
+        log_probs = torch.log_softmax(self.model(inputs), dim=-1)
         loss = tsallis.loss(log_probs, labels, self.index[rows]).mean()
         log["target_loss"] = loss.detach()
-        return loss, None
+        return loss
 
-    def train_recorded(
-        self, number: int, student: Any, labels: Tensor | None, rows: Tensor, source: Batch, log: dict[str, Tensor | float]
-    ) -> tuple[None, dict[str, Tensor]]:
-        r"""The same from one pass: before and after the outer loop :math:`\theta`'s gradient is a weighted sum of the same
-        per-text gradients, :math:`\sum_i p_i^{\psi_i - 1} \nabla(-\log p_i) / |B|`.
+    def _recorded_gradient(
+        self,
+        recorder: layerwise.Recorder,
+        number: int,
+        inputs: Inputs,
+        labels: Tensor | None,
+        rows: Tensor,
+        source: Batch,
+        temperature: float,
+        log: StepLog,
+    ) -> dict[str, Tensor]:
+        r"""Run the outer loop from one recorded pass, and return the gradient of the weighted Tsallis loss.
+
+        Before and after the outer loop the gradient in :math:`\theta` is a weighted sum of the same per-text gradients,
+        :math:`\sum_i p_i^{\psi_i - 1} \nabla(-\log p_i) / |B|`.
         """
         settings = self.settings
-        outer: Any = lambda: self.source_pieces(source)  # noqa: E731
+        at_theta: layerwise.SourceGradient | None = None
         if settings.meta and not settings.virtual_step:
-            outer = layerwise.source_gradient(self.recorder, outer)
+            at_theta = layerwise.source_gradient(recorder, lambda: self._source_losses(source))
         self.model.train(settings.dropout)
-        recording = self.recorder.record(
-            lambda: self.model(student), len(rows), save_memory=settings.meta and settings.virtual_step
-        )
+        recording = recorder.record(lambda: self.model(inputs), len(rows), save_memory=settings.meta and settings.virtual_step)
         if labels is None:
-            labels = self.drawn(recording.logits.detach(), log["temperature"])
+            labels = self.sample_labels(recording.logits.detach(), temperature)
         log_probs = torch.log_softmax(recording.logits, dim=-1)
         recording.backward(tsallis.surprisal(log_probs, labels))
         log_probs = log_probs.detach()
         if settings.meta:
-            meta = layerwise.meta_gradient(recording, log_probs, labels, self.index[rows], outer, self.virtual_learning_rate())
-            self.index[rows] = self.moved(self.index[rows], meta.gradient, number)
+            source_loss = (lambda: self._source_losses(source)) if at_theta is None else at_theta
+            meta = layerwise.meta_gradient(
+                recording, log_probs, labels, self.index[rows], source_loss, self.virtual_learning_rate()
+            )
+            self.index[rows] = self.updated_index(self.index[rows], meta.gradient, number)
             log["meta_loss"] = meta.source_loss
         index = self.index[rows]
         log["target_loss"] = tsallis.loss(log_probs, labels, index).mean()
         weights = tsallis.pseudo_weight(log_probs, labels, index)
-        return None, recording.gradient(settings.target_weight / len(rows) * weights)
+        return recording.gradient(settings.target_weight / len(rows) * weights)
 
     # ------------------------------------------------------------------ the lines of Algorithm 1
 
     def temperature(self, number: int) -> float:
-        """kappa_t (line 4, Eq. 15)."""
+        """Return kappa_t (line 4, Eq. 15)."""
         settings = self.settings
         if not settings.annealing:
             return 1.0
@@ -227,34 +255,52 @@ class Mtem(Method):
 
     @torch.no_grad()
     def pseudo_labels(self, target: Batch, temperature: float) -> Tensor:
-        """Line 5: one label for each text, by the teacher where there is one, on the text as it is."""
+        """Return a pseudo label for each text (line 5), from the averaged weights if there are any, on the unchanged text."""
         with without_dropout(self.model):
             inputs = self.model.prepare(target.inputs)
-            scores = functional(self.model, self.average, inputs) if self.average else self.model(inputs)
-        return self.drawn(scores, temperature)
+            logits = functional(self.model, self.average, inputs) if self.average else self.model(inputs)
+        return self.sample_labels(logits, temperature)
 
-    def drawn(self, scores: Tensor, temperature: float) -> Tensor:
-        scores = self.context.align(scores)
-        return annealing.sample_labels(scores, temperature, generator=self.context.generator, greedy=not self.settings.sampling)
+    def sample_labels(self, logits: Tensor, temperature: float) -> Tensor:
+        """Return a pseudo label for each row of logits."""
+        logits = self.context.align(logits)
+        return annealing.sample_labels(logits, temperature, generator=self.context.generator, greedy=not self.settings.sampling)
 
     def virtual_learning_rate(self) -> float:
-        return (
-            self.context.learning_rate() if self.settings.virtual_learning_rate is None else self.settings.virtual_learning_rate
-        )
+        """Return the learning rate of the inner step."""
+        rate = self.settings.virtual_learning_rate
+        return self.context.learning_rate() if rate is None else rate
 
-    def source_pieces(self, source: Batch) -> Iterator[Tensor]:
-        """The source loss without dropout, piece by piece of the batch."""
+    def _source_losses(self, source: Batch) -> Iterator[Tensor]:
+        """Yield the source loss of each microbatch, without dropout; their sum is that of the batch."""
         self.model.eval()
-        inputs, labels = self.model.prepare(source.inputs), source.labels
-        whole = class_mass(labels, self.context.class_weights)
+        inputs, labels = self.model.prepare(source.inputs), source.require_labels()
+        total = _class_mass(labels, self.context.class_weights)
         for part, rows in self.model.split(inputs, self.settings.source_microbatches):
-            share = class_mass(labels[rows], self.context.class_weights) / whole
+            share = _class_mass(labels[rows], self.context.class_weights) / total
             yield share * self.cross_entropy(self.model(part), labels[rows])
 
-    def index_gradient(self, inputs: dict[str, Tensor], labels: Tensor, rows: Tensor, source: Batch) -> Any:
-        """Lines 6 and 7: the inner step and the derivative of the source loss behind it, without dropout."""
-        settings = self.settings
-        held = self.model.prepare(source.inputs)
+    def index_gradient(self, inputs: Inputs, labels: Tensor, rows: Tensor, source: Batch) -> metagrad.MetaGradient:
+        """Compute the inner step and the derivative of the source loss after it in each index (lines 6 and 7).
+
+        Parameters
+        ----------
+        inputs : mapping of str to Tensor
+            The target texts.
+        labels : Tensor
+            Their pseudo labels ``[N]``.
+        rows : Tensor
+            Their rows in the target corpus ``[N]``.
+        source : Batch
+            Labeled texts.
+
+        Returns
+        -------
+        MetaGradient
+            The gradient and the source loss, both without dropout.
+        """
+        settings, source_labels = self.settings, source.require_labels()
+        source_inputs = self.model.prepare(source.inputs)
         with without_dropout(self.model):
             return metagrad.meta_gradient(
                 lambda parameters, batch: functional(self.model, parameters, batch),
@@ -262,7 +308,7 @@ class Mtem(Method):
                 inputs,
                 labels,
                 self.index[rows],
-                lambda parameters: self.cross_entropy(functional(self.model, parameters, held), source.labels),
+                lambda parameters: self.cross_entropy(functional(self.model, parameters, source_inputs), source_labels),
                 self.virtual_learning_rate(),
                 engine="forward" if settings.engine == "layerwise" else settings.engine,
                 differentiable_attention=self.model.differentiable_attention,
@@ -270,29 +316,31 @@ class Mtem(Method):
                 virtual_step=settings.virtual_step,
             )
 
-    def moved(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
-        """Line 7: the indexes after the outer step, inside their range."""
+    def updated_index(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
+        """Return the entropy indexes after the outer step (line 7), inside their range.
+
+        Parameters
+        ----------
+        index : Tensor
+            The indexes ``[N]``.
+        gradient : Tensor
+            Their gradient ``[N]``.
+        number : int
+            The number of the step, from 0.
+        """
         settings = self.settings
         beta = settings.index_learning_rate
         if settings.index_schedule == "assumption-2" and beta:
             beta = schedules.assumption_index(number + 1, k2=beta, smoothness=1 / beta)
-        if settings.index_step == "sign":
-            gradient = gradient.sign()
-        elif settings.index_step != "raw":
-            scale = {
-                "soft": lambda: gradient.abs() + gradient.abs().median(),
-                "rms": lambda: gradient.square().mean().sqrt(),
-                "norm": lambda: gradient.norm(),
-            }[settings.index_step]()
-            gradient = gradient / scale.clamp_min(torch.finfo(gradient.dtype).tiny)
-        return (index - beta * gradient).clamp(settings.index_low, settings.index_high)
+        return (index - beta * _index_step(gradient, settings.index_step)).clamp(settings.index_low, settings.index_high)
 
     # ------------------------------------------------------------------ for the trainer
 
     def meta_loss(self, source: Batch, target: Batch) -> float | None:
+        """Return the source loss after the inner step, for pseudo labels sampled at temperature 1; draws are taken back."""
         if not self.settings.meta:
             return None
-        # an evaluation must not change what the run draws next
+        # An evaluation must not change the random draws of the run.
         state, aligned = self.context.generator.get_state(), self.context.align.state()
         labels = self.pseudo_labels(target, 1.0)
         self.context.generator.set_state(state)
@@ -301,20 +349,39 @@ class Mtem(Method):
         return float(self.index_gradient(inputs, labels, target.rows, source).source_loss)
 
     def weights(self) -> dict[str, Tensor]:
+        """Return the averaged weights, or those of the model."""
         return self.average or super().weights()
 
     def state(self) -> dict[str, Tensor]:
+        """Return the entropy indexes and the averaged weights."""
         return {"index": self.index, **{f"average.{name}": value for name, value in self.average.items()}}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restore the entropy indexes and the averaged weights."""
         self.index.copy_(state["index"])
         for name, value in self.average.items():
             value.copy_(state[f"average.{name}"])
 
     def indexes(self) -> Tensor | None:
+        """Return the entropy index of every target text."""
         return self.index
 
 
-def class_mass(labels: Tensor, weights: Tensor | None) -> Tensor | int:
-    """What the mean of a weighted cross-entropy divides by."""
+def _class_mass(labels: Tensor, weights: Tensor | None) -> Tensor | int:
+    """Return the divisor of the mean of a class-weighted cross-entropy."""
     return len(labels) if weights is None else weights[labels].sum()
+
+
+def _index_step(gradient: Tensor, rule: str) -> Tensor:
+    """Return what beta multiplies, by the rule of the setting index_step."""
+    if rule == "raw":
+        return gradient
+    if rule == "sign":
+        return gradient.sign()
+    if rule == "soft":
+        scale = gradient.abs() + gradient.abs().median()
+    elif rule == "rms":
+        scale = gradient.square().mean().sqrt()
+    else:
+        scale = gradient.norm()
+    return gradient / scale.clamp_min(torch.finfo(gradient.dtype).tiny)

@@ -1,12 +1,24 @@
-"""Finding a method: by its name, or in a file of the user's own."""
+"""Finds a method by its name, or in a Python file of the user's own.
+
+To add a method to the package:
+
+1. Write one file in this folder: a settings dataclass and a subclass of :class:`mtem.methods.Method`.
+2. Add its name and its file to `METHODS`.
+3. Test it in tests/methods/; ``tests/bench.py`` has a tiny model, batches and plain gradient steps.
+
+A file of one's own needs neither 2 nor 3. Give its path in the place of a name: ``--method infomax.py``. It must define exactly
+one subclass of :class:`mtem.methods.Method` with a `name`, a `Settings` dataclass and a `step`. docs/adding-a-method.md has a
+complete example.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from mtem.errors import RequestError
 from mtem.methods.base import Method
@@ -25,31 +37,52 @@ METHODS = {
 
 
 def get(name: str) -> type[Method]:
-    """The method of that name, or the one in a file of the user's own (a path that ends in .py)."""
+    """Return the class of a method.
+
+    Parameters
+    ----------
+    name : str
+        A name in `METHODS`, or the path of a Python file (it ends in ``.py``) with one method in it.
+
+    Returns
+    -------
+    type
+        The subclass of `Method`.
+
+    Raises
+    ------
+    RequestError
+        If there is no such method, or the file cannot be used.
+    """
     if name.endswith(".py"):
-        return _from_file(Path(name))
+        return _load_file(Path(name))
     if name not in METHODS:
         raise RequestError(f"unknown method '{name}': there are {', '.join(METHODS)}, or give a file of your own: NAME.py")
     module = importlib.import_module(f"mtem.methods.{METHODS[name]}")
-    return next(kind for kind in _methods_of(module) if kind.name == name)
+    return next(method_cls for method_cls in _methods_in(module) if method_cls.name == name)
 
 
-def _from_file(path: Path) -> type[Method]:
+def _load_file(path: Path) -> type[Method]:
     if not path.is_file():
         raise RequestError(f"{path}: no such file; --method takes a name or a Python file with a method in it")
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look up their module there
     try:
-        specification.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except Exception as error:
         raise RequestError(f"{path}: cannot be imported: {type(error).__name__}: {error}") from error
-    found = [kind for kind in _methods_of(module) if kind.__module__ == module.__name__]
-    if len(found) != 1:
-        raise RequestError(f"{path}: one method (a subclass of mtem.methods.Method with a name) is wanted, found {len(found)}")
-    return found[0]
+    methods = [method_cls for method_cls in _methods_in(module) if method_cls.__module__ == module.__name__]
+    if len(methods) != 1:
+        raise RequestError(f"{path}: expected one method (a subclass of mtem.methods.Method with a name), found {len(methods)}")
+    method_cls = methods[0]
+    if inspect.isabstract(method_cls) or not hasattr(method_cls, "Settings"):
+        missing = "step" if inspect.isabstract(method_cls) else "Settings"
+        raise RequestError(f"{path}: {method_cls.__name__} has no '{missing}'; see docs/adding-a-method.md")
+    return method_cls
 
 
-def _methods_of(module: Any) -> list[type[Method]]:
-    return [k for k in vars(module).values() if isinstance(k, type) and issubclass(k, Method) and getattr(k, "name", None)]
+def _methods_in(module: ModuleType) -> list[type[Method]]:
+    classes = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Method))
+    return [method_cls for method_cls in classes if getattr(method_cls, "name", None)]

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
 
-from torch import Tensor
-
-from mtem.methods.base import Batch, Method, Update
+from mtem.methods.base import Batch, Method, StepLog, Update
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceOnlySettings:
-    """Nothing to set."""
+    """No settings."""
 
 
 class SourceOnly(Method):
-    r""":math:`\min_\theta L_S(\theta)`, the cross-entropy on the labeled texts; the unlabeled ones are not looked at."""
+    r"""Minimise :math:`L_S(\theta)`, the cross-entropy on the labeled texts; unlabeled texts are ignored."""
 
     name = "source-only"
     summary = "cross-entropy on the labeled texts (Out; with --target-labeled In+Out)"
     paper = "the paper's baseline"
     Settings = SourceOnlySettings
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": {}}
+    settings: SourceOnlySettings
 
-    def step(self, number: int, source: Batch, target: Batch | None, update: Update) -> dict[str, Tensor | float]:
+    def step(self, number: int, source: Batch, target: Batch | None, update: Update) -> StepLog:
+        """Take one step on the labeled batch."""
         self.model.train()
-        loss = self.cross_entropy(self.model(source.inputs), source.labels)
+        loss = self.cross_entropy(self.model(source.inputs), source.require_labels())
         update(loss)
         return {"source_loss": loss.detach()}

@@ -10,10 +10,10 @@ the labeled texts of the target have :math:`u_i = 1`. One step, on a labeled bat
         && \text{that is } w - \tfrac{\alpha}{\eta} \nabla_w L_V(\hat\theta(w)) \\
     \theta &\leftarrow \theta - \eta\, \nabla_\theta L(\theta, w) && \text{with the new } w
 
-A text whose gradient points where the target's does gets heavier, one that points elsewhere lighter.
+The weight of a text rises if its gradient points in the direction of the target's gradient, and falls if it points elsewhere.
 
-The authors' code takes the virtual step with Adam and the finite difference around :math:`\hat\theta`; the formula, and what
-is here, is a plain step and the derivative at :math:`\theta`. The unlabeled target texts are not looked at.
+The authors' code takes the virtual step with Adam and the finite difference around :math:`\hat\theta`. The formula, and this
+implementation, take a plain step and the derivative at :math:`\theta`. Unlabeled target texts are ignored.
 """
 
 from __future__ import annotations
@@ -26,59 +26,71 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtem import metagrad
-from mtem.methods.base import Batch, Context, Method, Update, functional, without_dropout
+from mtem.methods.base import Batch, Context, Method, StepLog, Update, functional, without_dropout
+from mtem.models.base import Model
 from mtem.settings import setting
 
-IN_DOMAIN = 1e8  # w of the target's texts, as in the authors' code: the weight is exactly 1 and its slope exactly 0
+IN_DOMAIN = 1e8  # w of labeled target texts, as in the authors' code: the weight is exactly 1 and its derivative exactly 0
 
 
 @dataclasses.dataclass(frozen=True)
 class WindSettings:
     """The constants of the two loops."""
 
-    engine: str = setting("forward", "how the weights' gradient is computed", choices=("forward", "taylor", "second-order"))
-    weight_learning_rate: float = setting(1.0, "alpha: how far a text's w moves per visit; its weight is sigmoid(w)", low=0.0)
+    engine: str = setting(
+        "forward",
+        "how the gradient of the weights is computed: forward (exact), taylor (as published), second-order (exact, slowest)",
+        choices=("forward", "taylor", "second-order"),
+    )
+    weight_learning_rate: float = setting(
+        1.0, "how far w of a text moves per visit (alpha); the weight of the text is sigmoid(w)", low=0.0
+    )
     weight_step: str = setting(
         "rms",
-        "what alpha multiplies: the raw gradient g (as published; a visit then moves w by about 0.01, and it takes many), "
-        "g divided by its norm or its root mean square over the batch, or its sign",
+        "what alpha multiplies: the raw gradient g (as published; one visit then moves w by about 0.01), g divided by its norm "
+        "or its root mean square over the batch, or its sign",
         choices=("raw", "norm", "rms", "sign"),
     )
-    inner_steps: int = setting(1, "times the weights of a batch are moved before theta is", low=1)
-    taylor_step: float = setting(0.01, "finite difference of the taylor engine, relative to the norm of v", low=1e-6)
-    virtual_learning_rate: float | None = setting(None, "eta of the virtual step; none: the current learning rate", low=0.0)
+    inner_steps: int = setting(1, "number of updates of the weights of a batch before the model is updated", low=1)
+    taylor_step: float = setting(0.01, "step of the finite difference of the taylor engine, relative to the norm of v", low=1e-6)
+    virtual_learning_rate: float | None = setting(
+        None, "learning rate of the virtual step (eta); none: the current learning rate", low=0.0
+    )
 
 
 class Wind(Method):
-    """The mean loss over the labeled texts with a weight for each, learned so that it serves the labeled target texts."""
+    """The weighted mean loss over the labeled texts, with weights learned to reduce the loss on labeled target texts."""
 
     name = "wind"
     summary = "a weight for every source text, learned against labeled target texts (needs --target-labeled)"
     paper = "Chen, Cao and Wan, Findings of ACL 2021"
     needs_target_labels = True
     Settings = WindSettings
+    settings: WindSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "recommended": {},
         "paper": {"engine": "taylor", "weight_learning_rate": 0.15, "weight_step": "raw"},
     }
 
-    def __init__(self, model: Any, settings: WindSettings, context: Context) -> None:
+    def __init__(self, model: Model, settings: WindSettings, context: Context) -> None:
         super().__init__(model, settings, context)
         self.w = torch.zeros(context.source_size, device=model.device)
         self.w[context.target_labeled_rows] = IN_DOMAIN
-        self.loss = weighted_mean(context.class_weights)
+        self.inner_loss = weighted_mean(context.class_weights)
 
-    def step(self, number: int, source: Batch, target: Batch | None, update: Update) -> dict[str, Tensor | float]:
+    def step(self, number: int, source: Batch, target: Batch | None, update: Update) -> StepLog:
+        """Update the weights of the batch, then the model."""
+        assert self.context.target_labeled is not None  # because of needs_target_labels
         inputs = self.model.prepare(source.inputs)
-        few = self.context.target_labeled(number)
-        few = few._replace(inputs=self.model.prepare(few.inputs))
+        target_labeled = self.context.target_labeled(number)
+        target_labeled = target_labeled._replace(inputs=self.model.prepare(target_labeled.inputs))
         for _ in range(self.settings.inner_steps):
-            gradient, meta_loss = self.weight_gradient(source._replace(inputs=inputs), few)
+            gradient, meta_loss = self.weight_gradient(source._replace(inputs=inputs), target_labeled)
             self.w[source.rows] += self.settings.weight_learning_rate * self.scaled(gradient, self.w[source.rows])
 
         self.model.train()
         log_probs = torch.log_softmax(self.model(inputs), dim=1)
-        loss = self.loss.value(log_probs, source.labels, self.w[source.rows])
+        loss = self.inner_loss.value(log_probs, source.require_labels(), self.w[source.rows])
         update(loss)
         return {
             "source_loss": loss.detach(),
@@ -86,63 +98,80 @@ class Wind(Method):
             "sample_weight": torch.sigmoid(self.w[source.rows]).mean(),
         }
 
-    def weight_gradient(self, source: Batch, few: Batch) -> tuple[Tensor, Tensor]:
-        """The product of v with the slopes' gradients, one number for each text, and the loss that v is the gradient of."""
-        settings = self.settings
+    def weight_gradient(self, source: Batch, target_labeled: Batch) -> tuple[Tensor, Tensor]:
+        r"""Compute how the weights should change.
+
+        Parameters
+        ----------
+        source : Batch
+            Labeled texts.
+        target_labeled : Batch
+            :math:`V`, labeled target texts.
+
+        Returns
+        -------
+        tuple of Tensor
+            :math:`v \cdot \nabla_\theta\, \partial L / \partial w` of each text, and the loss on :math:`V` that v is the
+            gradient of.
+        """
+        settings, target_labels = self.settings, target_labeled.require_labels()
         rate = self.context.learning_rate() if settings.virtual_learning_rate is None else settings.virtual_learning_rate
         with without_dropout(self.model):
             meta = metagrad.meta_gradient(
                 lambda parameters, inputs: functional(self.model, parameters, inputs),
                 self.model.trainable(),
                 source.inputs,
-                source.labels,
+                source.require_labels(),
                 self.w[source.rows],
-                lambda parameters: self.cross_entropy(functional(self.model, parameters, few.inputs), few.labels),
+                lambda parameters: self.cross_entropy(functional(self.model, parameters, target_labeled.inputs), target_labels),
                 rate or 1.0,
                 engine=settings.engine,
                 differentiable_attention=self.model.differentiable_attention,
                 step=settings.taylor_step,
-                virtual_step=rate > 0,  # a step of no length ends at theta
-                inner_loss=self.loss,
+                virtual_step=rate > 0,  # a step of length 0 ends at theta
+                inner_loss=self.inner_loss,
             )
         return -meta.gradient / (rate or 1.0), meta.source_loss
 
     def scaled(self, gradient: Tensor, w: Tensor) -> Tensor:
-        """What alpha multiplies. The target's texts, whose gradient is 0, do not count in the mean."""
-        kind = self.settings.weight_step
-        if kind == "raw":
+        """Return what alpha multiplies. Labeled target texts, whose gradient is 0, do not count in the mean."""
+        rule = self.settings.weight_step
+        if rule == "raw":
             return gradient
-        if kind == "sign":
+        if rule == "sign":
             return gradient.sign()
-        scale = gradient.norm()
-        if kind == "rms":
+        scale: Tensor = gradient.norm()
+        if rule == "rms":
             scale = scale / (w < IN_DOMAIN).sum().clamp_min(1).sqrt()
         return gradient / scale.clamp_min(torch.finfo(gradient.dtype).tiny)
 
     def sample_weights(self) -> Tensor:
-        """u of every labeled text, in the order of the labeled rows."""
+        """Return u of every labeled text, in the order of the labeled rows."""
         return torch.sigmoid(self.w)
 
     def state(self) -> dict[str, Tensor]:
+        """Return w."""
         return {"w": self.w}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restore w."""
         self.w.copy_(state["w"])
 
 
 def weighted_mean(class_weights: Tensor | None = None) -> metagrad.InnerLoss:
-    r"""L as a function of w, with the class weights :math:`c`, if any, in the mean as the cross-entropy has them.
+    r"""Return L as a function of w; class weights :math:`c`, if any, enter the mean as in the cross-entropy.
 
     .. math::
         L = \sum_i s_i \ell_i, \quad s_i = \frac{u_i c_{y_i}}{\sum_j u_j c_{y_j}}, \quad
         \frac{\partial L}{\partial w_i} = s_i (1 - u_i)(\ell_i - L).
 
-    The slope is linear in :math:`\ell = -\log p_y`: when these move, it moves as the slope of their speeds.
+    The derivative is linear in :math:`\ell = -\log p_y`, so its directional derivative is the same function of those of
+    :math:`\ell`.
     """
 
     def shares(labels: Tensor, w: Tensor) -> Tensor:
-        scores = F.logsigmoid(w)  # u itself would be 0 for every text of a batch that the weights have given up
-        return torch.softmax(scores if class_weights is None else scores + class_weights[labels].log(), dim=0)
+        log_u = F.logsigmoid(w)  # not u itself, which may round to 0 for every text of a batch
+        return torch.softmax(log_u if class_weights is None else log_u + class_weights[labels].log(), dim=0)
 
     def losses(log_probs: Tensor, labels: Tensor) -> Tensor:
         return F.nll_loss(log_probs, labels, reduction="none")
