@@ -113,7 +113,7 @@ class ModelSettings:
 class Model(nn.Module, abc.ABC):
     """A classifier that methods can train: the part of it that does not depend on what an example is.
 
-    The head must be called with the features of the examples in every forward pass. Parameter names start with "network.".
+    Every forward pass must call the head with the features of the examples.
 
     Attributes
     ----------

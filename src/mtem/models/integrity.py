@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken", "tekken.json")
-AGAIN = "copy the whole model again, or create it anew"
+AGAIN = "copy the whole model again, or train it again"
 # Tensors that other uses of an encoder leave in its file and that a text classifier does not need: its pooled output, position
 # numbers, and the heads of its pretraining.
 _UNNEEDED = re.compile(

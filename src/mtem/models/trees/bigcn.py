@@ -10,7 +10,7 @@ to its replies), another from the leaves up, each
 
 where :math:`A_{ij} = 1` for an edge from j to i, :math:`D` counts the edges that arrive at a node (with one from itself) and
 `root` is the row of a node's root. A linear head classifies both :math:`S` together. In training every tree loses a share of its
-edges, drawn anew for each direction and pass (DropEdge).
+edges, with new draws for each direction and pass (DropEdge).
 
 All trees of a batch are one graph. Nodes are rows, and index operations replace sparse matrices, which have no forward-mode and
 second derivatives. The graph may stay on the CPU while the weights are on a GPU: everything that depends on its values (counts,

@@ -1,4 +1,4 @@
-"""The cosine head: its formula, its place in five architectures, and how it is saved for others."""
+"""The contract of models, and the cosine head: its formula, its use in five architectures, and how it is saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import pipeline
 
 import mtem
-from mtem.models.base import CosineHead
+from mtem.models.base import ArrayModel, CosineHead, Model
 from mtem.models.text import COSINE, TextModel
 from tests.conftest import SHAPES, make_encoder, make_texts
 from tests.tolerance import assert_near
@@ -127,3 +127,59 @@ def test_an_encoder_from_a_cosine_run_gets_a_plain_head_again(directories, tmp_p
     loaded = TextModel.load(tmp_path / "second").eval()
     assert isinstance(loaded.head, nn.Linear)
     torch.testing.assert_close(loaded(batch(loaded)), model(batch(model)))
+
+
+# ---------------------------------------------------------------------- the contract
+
+
+class Direct(ArrayModel):
+    """A model that is its own parent of the head."""
+
+    head_path = "head"
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Linear(3, 2)
+        self.head = nn.Linear(2, 4)
+
+    def collate(self, encoded, rows):
+        return {"values": encoded[rows]}
+
+    def forward(self, inputs):
+        return self.head(self.network(inputs["values"]))
+
+
+def test_a_model_must_define_the_whole_contract():
+    class Forward(Model):
+        def forward(self, inputs):
+            return inputs["values"]
+
+    with pytest.raises(TypeError, match=r"abstract.*collate") as caught:
+        Forward()
+    names = ["augment", "classes", "create", "default_learning_rates", "embedding_norms", "encode", "encode_texts"]
+    assert all(name in str(caught.value) for name in [*names, "input_embeddings", "load", "save"])
+
+
+def test_a_head_may_be_called_head():
+    model = Direct()
+    assert [name for name, _ in model.named_parameters()] == ["network.weight", "network.bias", "head.weight", "head.bias"]
+    assert isinstance(model.head, nn.Linear) and model.head_names() == {"head.weight", "head.bias"}
+    inputs = model.collate(torch.randn(5, 3), torch.arange(2))
+    logits, features = model.logits_and_features(inputs)
+    torch.testing.assert_close(features, model.network(inputs["values"]))
+    torch.testing.assert_close(logits, model.head(features))
+    model.head = CosineHead(model.head, 0.5)
+    assert model.get_submodule("head") is model.head and isinstance(model.head, CosineHead)
+    swapped = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    assert not torch.func.functional_call(model, swapped, (inputs,)).any()
+
+
+def test_a_model_of_arrays_reads_no_texts():
+    model = Direct()
+    assert not model.has_layers and len(model.layers) == 0 and model.depths() == {} and model.probe() is None
+    values = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(model.unit_directions(values, {"values": values}), values / 5)
+    with pytest.raises(NotImplementedError, match="Direct: its examples are arrays"):
+        model.encode_texts(["a"])
+    with pytest.raises(mtem.RequestError, match="frozen_layers=1"):
+        model.freeze(1)
