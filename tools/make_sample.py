@@ -1,6 +1,6 @@
 """Draw the bundled sample of Amazon reviews from the prepared dataset.
 
-    python tools/make_sample.py --data DIR [--to src/mtem/data/sample]
+    python tools/make_sample.py --data DIR [--to src/mtem/datasets/amazon_sample]
 
 DIR holds `<domain>.labeled.jsonl.gz` and `<domain>.unlabeled.jsonl.gz` (`mtem data prepare amazon` writes them). The draw is
 by a fixed seed: the same data give the same bytes.

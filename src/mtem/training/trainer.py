@@ -174,7 +174,7 @@ class Trainer:
         index = self.method.indexes()
         if index is not None and len(index):
             at = torch.tensor([0.1, 0.5, 0.9], device=index.device, dtype=index.dtype)
-            # Sorting a million of them would take longer than the steps before_step two lines; a thin sample says the same.
+            # Sorting a million indexes would take longer than the steps between two lines, so a sample is used.
             line["index_quantiles"] = torch.quantile(index[:: -(-len(index) // QUANTILE_SAMPLE)], at).tolist()
             shown["index"] = "/".join(f"{value:.2f}" for value in line["index_quantiles"])  # type: ignore[assignment]
         self.record(line)
