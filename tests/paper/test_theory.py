@@ -23,7 +23,7 @@ from mtem.models.base import Model
 from mtem.progress import Progress
 from mtem_paper import bound, splits, theory
 from tests.conftest import examples
-from tests.test_cases import write_amazon
+from tests.paper.test_cases import write_amazon
 
 # ---------------------------------------------------------------------- Theorems 1 and 2, measured
 
@@ -103,7 +103,7 @@ def test_the_expectation_comes_before_the_minimum() -> None:
 
 
 def test_reproduce_on_tiny_data(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(splits, "FEW", 4)
+    monkeypatch.setattr(splits, "TARGET_LABELED", 4)
     data = write_amazon(tmp_path / "amazon")
     small = {"steps": 40, "points": 12, "vocabulary": 30, "hidden": 4}
     found = theory.reproduce(data, tmp_path / "results", seeds=(0, 1), **small)
@@ -203,7 +203,7 @@ class Line(Model):
     def input_embeddings(self, inputs):
         return inputs["values"]
 
-    def norms(self, values, inputs):
+    def embedding_norms(self, values, inputs):
         return values.norm(dim=1, keepdim=True)
 
     def forward(self, inputs):
