@@ -201,8 +201,9 @@ def flipped(model: Model, tokens: Any, rows: np.ndarray, radii: Sequence[float],
 
 
 def complexity_at_least(features: np.ndarray, draws: int, seed: int) -> float:
-    r"""Return a lower estimate of :math:`\hat{\mathcal{R}}(\mathcal{H}|_D) = \mathbb{E}_\sigma \sup_h \sum_i \sigma_i h(x_i) / |D|`.
+    r"""Return a lower estimate of the complexity of the model's class of functions.
 
+    That is :math:`\hat{\mathcal{R}}(\mathcal{H}|_D) = \mathbb{E}_\sigma \sup_h \sum_i \sigma_i h(x_i) / |D|`.
     Every h is below the supremum; here h is the probability of a class by a head on the model's own features, fitted to the
     signs :math:`\sigma`. The same number serves for :math:`\tilde{\mathcal{H}} \times \mathcal{H}`, which contains these.
     """

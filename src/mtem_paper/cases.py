@@ -1,6 +1,7 @@
 r"""The case study (section 5.5, appendix E): the texts with the smallest and the largest entropy index, word by word.
 
-The paper says that texts in words which all domains share get a small index, and texts in the target's own words a large one. How much a word w belongs to the target T rather than to the source S is the log-odds ratio of its frequencies under an
+The paper says that texts in words which all domains share get a small index, and texts in the target's own words a large one.
+How much a word w belongs to the target T rather than to the source S is the log-odds ratio of its frequencies under an
 informative Dirichlet prior, divided by its standard error (Monroe, Colaresi and Quinn, Political Analysis 2008):
 
 .. math::
@@ -89,11 +90,11 @@ def targetness(
     if len(scores) == 1:  # a single word is all that both have
         return scores
     for word in scores:
-        share = prior * (target[word] + ttarget[word]) / sum(sums)
-        own, other = target[word] + share, ttarget[word] + share
+        share = prior * (target[word] + source[word]) / sum(sums)
+        own, other = target[word] + share, source[word] + share
         odds = math.log(own / (sums[0] + prior - own)) - math.log(other / (sums[1] + prior - other))
         z = odds / math.sqrt(1 / own + 1 / other)
-        clear = abs(z) >= threshold and abs(odds) >= math.log(ratio) and target[word] + ttarget[word] >= rarest
+        clear = abs(z) >= threshold and abs(odds) >= math.log(ratio) and target[word] + source[word] >= rarest
         scores[word] = z if clear else 0.0
     return scores
 

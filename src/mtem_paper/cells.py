@@ -73,6 +73,7 @@ class Cell:
         return Path("cells", self.dataset, self.model, self.setting, self.pool, name)
 
     def __str__(self) -> str:
+        """Return how messages name the cell."""
         return f"{self.variant} {self.target} {self.seed} ({self.model}, {self.setting}, {self.pool})"
 
 
@@ -125,7 +126,7 @@ def read(results: Path) -> Results:
 
 
 def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells to show: earlier and later rules are never mixed in one place."""
+    """Return the cells to show: earlier and later rules are never mixed in one place."""
     counts: dict[tuple[Any, ...], dict[int, int]] = {}
     for cell in cells:
         if (today := current_protocol(cell)) > 1:

@@ -83,7 +83,7 @@ def selection(cells: Sequence[Cell]) -> Selection | None:
 
 
 def _groups(cells: Sequence[Cell]) -> list[tuple[str, list[Cell], list[Cell]]]:
-    """The cells of each place without oracles: all methods of the general comparison, and MTEM."""
+    """Return the cells of each place without oracles: all methods of the general comparison, and MTEM."""
     general = protocol.in_group(protocol.GENERAL)
     groups = []
     for place in places(cells):

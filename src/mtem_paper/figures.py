@@ -6,6 +6,7 @@ when a figure is drawn.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">")  # one more than the colours,
 MOST_MARKERS = 12  # per line
 ENTROPY_INDEXES = (1.0, 1.5, 2.0, 3.0, 5.0)
 GRID = np.linspace(0.0, 1.0, 41)  # shares of a run at which trajectories of different lengths are compared
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "mtem", "svg.fonttype": "none", "figure.dpi": 72, "savefig.dpi": 72, "font.size": 10,
     "axes.grid": True, "grid.color": "#e4e4e4", "axes.edgecolor": "#777777", "axes.spines.top": False,
     "axes.spines.right": False, "axes.axisbelow": True, "axes.titlesize": 11, "axes.titleweight": "bold", "legend.frameon": False,
@@ -181,7 +182,7 @@ def trajectory_figure(cells: Sequence[dict[str, Any]]) -> str:
     histories = [cell["history"] for cell in cells if cell.get("history")]
     temperature = over_histories("κ", histories, lambda point: point.get("temperature"))
     names = ("10 % of the texts are below", "half of the texts are below", "90 % of the texts are below")
-    indexes = [over_histories(name, histories, lambda point, k=k: _quantile(point, k)) for k, name in enumerate(names)]
+    indexes = [over_histories(name, histories, functools.partial(_quantile, number)) for number, name in enumerate(names)]
     return draw(
         [
             Panel([temperature], "Temperature κ", "share of the run", "κ", from_zero=True),
@@ -209,7 +210,7 @@ def theory_figure(curves: Sequence[dict[str, Any]], title: str) -> str:
     return draw([Panel([*series, *slopes], title, "step t", "squared norm", log=True)], width=8, height=5.2)
 
 
-def _quantile(point: dict[str, Any], number: int) -> float | None:
+def _quantile(number: int, point: dict[str, Any]) -> float | None:
     quantiles = point.get("index_quantiles")
     return None if quantiles is None else float(quantiles[number])
 

@@ -18,16 +18,16 @@ def digits(value: float | None, places: int = 3, sign: bool = False) -> str:
     return text.replace("0.", ".", 1) if text.lstrip("+-").startswith("0.") else text
 
 
-def interval(low: float, high: float, places: int = 3, sign: bool = True) -> str:
+def interval(ends: Sequence[float], places: int = 3, sign: bool = True) -> str:
     """Return an interval, such as [-.002, +.013]."""
-    return f"[{digits(low, places, sign)}, {digits(high, places, sign)}]"
+    return f"[{', '.join(digits(end, places, sign) for end in ends)}]"
 
 
 def difference(value: Difference | None) -> str:
     """Return a difference with its interval, marked ≈ if it is not clear."""
     if value is None:
         return "—"
-    return f"{'' if value.clear else '≈ '}{digits(value.value, sign=True)} {interval(value.low, value.high)}"
+    return f"{'' if value.clear else '≈ '}{digits(value.value, sign=True)} {interval((value.low, value.high))}"
 
 
 def percent(value: float, places: int = 0) -> str:

@@ -102,7 +102,7 @@ def second_order_over_taylor(folder: Path) -> str:
 
 
 def _at_batch(conditions: Sequence[str], rows: Sequence[Row]) -> tuple[str, list[Row]]:
-    """The rows of batch 50 or the largest one, without the plain step, and what they share."""
+    """Return the rows of batch 50 or the largest one, without the plain step, and what they share."""
     sizes = sorted({row["batch"] for row in rows})
     batch = 50 if 50 in sizes else sizes[-1]
     model, _, precision, length, machine = conditions
@@ -142,7 +142,7 @@ def _convergence(stem: str, found: Mapping[str, Any], drawn: dict[str, str]) -> 
         reach = [abs(end - 2.0) for run in found.get("runs", ()) if run["case"] == case for end in run["index"]]
         for curve in (curve for curve in curves if curve.get("seed") is None):
             fit = digits(curve.get("exponent"), 2)
-            fit += f" {interval(*curve['interval'], 2, sign=False)}" if curve.get("interval") else ""
+            fit += f" {interval(curve['interval'], places=2, sign=False)}" if curve.get("interval") else ""
             fits.append([case, curve["name"], fit, digits(curve.get("promised"), 2)])
             ends.append([case, curve["name"], f"{curve['values'][0]:.2g}", f"{curve['values'][-1]:.2g}"])
             ends[-1].append(f"{max(reach):.2g}" if reach else "—")
@@ -183,7 +183,7 @@ def case_figures(study: Mapping[str, Any]) -> str:
     rows = []
     for key, what in (("index_and_weight", "the mean z of the words"), ("index_and_confidence", "the confidence")):
         found = summary.get(key)
-        text = f"{digits(found['spearman'], 2, sign=True)} {interval(*found['interval'], 2)}" if found else "—"
+        text = f"{digits(found['spearman'], 2, sign=True)} {interval(found['interval'], places=2)}" if found else "—"
         rows.append([f"rank correlation of the index with {what}", text])
     rows.append(["texts", f"{summary['texts']:,}"])
     rows.append(["updates of each index", f"{updates:g}"])

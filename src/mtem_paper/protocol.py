@@ -175,7 +175,7 @@ class Variant:
 
 
 def _as_is(method: str, name: str, oracle: bool = False) -> Variant:
-    """A variant without assumed class shares. On Amazon none assumes any."""
+    """Return a variant without assumed class shares. On Amazon no variant assumes any."""
     return Variant(method, name, given={"target_class_prior": "none"}, oracle=oracle, uncorrected=True, datasets=("pheme",))
 
 
@@ -241,8 +241,8 @@ def check(datasets: Mapping[str, Dataset], variants: Mapping[str, Variant]) -> N
         require(bool(variant.datasets) and set(variant.datasets) <= set(datasets), f"{where}: unknown data set")
         targets = {target for name in variant.datasets for target in datasets[name].targets}
         require(variant.targets is None or set(variant.targets) <= targets, f"{where}: unknown target in {variant.targets}")
-    names = [variant.name for variant in variants.values()]
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    titles = [variant.name for variant in variants.values()]
+    repeated = sorted({title for title in titles if titles.count(title) > 1})
     require(not repeated, f"two variants have the display name {repeated}")
 
 

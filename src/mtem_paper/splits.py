@@ -89,7 +89,7 @@ def read(dataset: str, data: Path, target: str, pool: str) -> Target:
 
 
 def _read_pool(path: Path, sources: Sequence[str], pool: str, known: set[str]) -> list[str]:
-    """The unlabeled texts of a pool, without those whose key is known (labeled ones, the test set among them)."""
+    """Return the unlabeled texts of a pool, without those whose key is known (labeled ones, the test set among them)."""
     rows = [record for _, record in read_rows(path)]
     texts = [
         record["text"]

@@ -201,7 +201,7 @@ class Board:
         return (high - low) / 2
 
     def _by_seed(self, variant: str, other: str, target: str | None) -> list[float]:
-        """The difference of the means over the targets, for each seed."""
+        """Return the difference of the means over the targets, for each seed."""
         names = [target] if target else self.targets
         return [
             statistics.fmean(self.cells[variant, name, seed]["score"] - self.cells[other, name, seed]["score"] for name in names)
@@ -299,7 +299,7 @@ def _rows(cells: Sequence[Cell]) -> list[np.ndarray]:
 
 
 def _shares(cell: Cell, positive: str | None) -> np.ndarray:
-    """What each test text contributes to the score's numerator and denominator, [2, texts].
+    """Return what each test text contributes to the score's numerator and denominator, [2, texts].
 
     Accuracy is right / all; F1 = 2 hits / (predicted + true).
     """

@@ -92,12 +92,12 @@ def _fair(board: Board) -> list[str]:
 
 
 def _baseline(board: Board, variant: str) -> str:
-    """The source model with the same correction of the class shares."""
+    """Return the source model with the same correction of the class shares."""
     return "out-as-is" if protocol.find(variant).uncorrected and "out-as-is" in board.variants else "out"
 
 
 def _against(board: Board, baseline: str) -> dict[str, str]:
-    """What each variant of a table is compared with."""
+    """Return what each variant of a table is compared with."""
     own = {variant: _baseline(board, variant) if baseline == "out" else baseline for variant in board.variants}
     return {variant: baseline if variant == "out-as-is" else other for variant, other in own.items() if variant != baseline}
 
@@ -220,7 +220,7 @@ def summary(board: Board, paper: published.Table) -> str:
 
 
 def _precision(board: Board, paper: published.Table, baseline: str) -> list[list[str]]:
-    """The seeds, and how large a difference has to be to be clear: the smallest p of n has to be below LEVEL / n."""
+    """Return the seeds, and how large a difference has to be to be clear: the smallest p of n has to be below LEVEL / n."""
     rows = [["seeds", ", ".join(map(str, board.seeds)), ""]]
     if left := [str(seed) for seed in board.ran if seed not in board.seeds]:
         rows.append(["seeds left out, not complete", ", ".join(left), ""])
@@ -266,7 +266,7 @@ def scores(board: Board, paper: published.Table, baseline: str) -> str:
 
 
 def _marked(text: str, best: bool, behind_best: Difference | None) -> str:
-    """A score: bold if it is the best, with ≈ if it is not clearly below the best."""
+    """Return a score: bold if it is the best, with ≈ if it is not clearly below the best."""
     return f"**{text}**" if best else text + ("≈" if behind_best is not None and not behind_best.clear else "")
 
 
@@ -315,17 +315,19 @@ def _more(board: Board, paper: published.Table) -> str:
 def trivial(found: Mapping[Place, Board]) -> str:
     """Return the F1 of predicting a rumour for every thread, beside unsupervised scores; scores below it are in italics."""
     paper, rows = published.PHEME_UNSUPERVISED, []
-    board = next(
-        (board for place, board in found.items() if (place.dataset, place.setting) == (paper.dataset, paper.setting)), None
-    )
-    for target in board.targets if board else ():
-        rumours, threads = published.EVENT_SIZES[target]
-        known = [cell["metrics"].get("trivial_f1") for (_, name, _), cell in board.cells.items() if name == target]
-        known = [value for value in known if value is not None] or [published.trivial_f1(rumours, threads)]
-        least = statistics.fmean(known)
-        values = *(board.mean(each, target) for each in ("out", "mtem")), *(paper.score(each, target) for each in ("out", "mtem"))
-        marked = [f"*{digits(value)}*" if value is not None and value < least else digits(value) for value in values]
-        rows.append([target, f"{rumours} of {threads:,}", digits(least), *marked])
+    for board in [board for place, board in found.items() if (place.dataset, place.setting) == (paper.dataset, paper.setting)][
+        :1
+    ]:
+        for target in board.targets:
+            rumours, threads = published.EVENT_SIZES[target]
+            known = [cell["metrics"].get("trivial_f1") for (_, name, _), cell in board.cells.items() if name == target]
+            known = [value for value in known if value is not None] or [published.trivial_f1(rumours, threads)]
+            least = statistics.fmean(known)
+            values = [board.mean(each, target) for each in ("out", "mtem")] + [
+                paper.score(each, target) for each in ("out", "mtem")
+            ]
+            marked = [f"*{digits(value)}*" if value is not None and value < least else digits(value) for value in values]
+            rows.append([target, f"{rumours} of {threads:,}", digits(least), *marked])
     return table(["target", "rumours", "all called rumours", "Out", "MTEM", "the paper's Out", "the paper's MTEM"], rows)
 
 

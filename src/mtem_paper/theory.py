@@ -72,6 +72,7 @@ class Words(NamedTuple):
         return np.ones(len(self.values), np.int64)
 
     def __len__(self) -> int:
+        """Return the number of texts."""
         return len(self.values)
 
 

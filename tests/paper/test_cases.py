@@ -74,7 +74,7 @@ def test_words_below_the_threshold_or_too_rare_are_neutral() -> None:
     rare = cases.targetness(SOURCE, [*TARGET, "spatula " * 4], threshold=0.1)
     enough = cases.targetness(SOURCE, [*TARGET, "spatula " * 5], threshold=0.1)
     assert rare["spatula"] == 0.0 < enough["spatula"]
-    with pytest.raises(RequestError, match="one of them has none"):
+    with pytest.raises(RequestError, match="one of the two domains has no words"):
         cases.targetness(SOURCE, ["...", ""])
 
 

@@ -196,7 +196,7 @@ def test_figures_of_the_case_study():
     study = made_up_cases()
     found = study["summary"]["index_and_weight"]
     text = measurements.case_figures(study)
-    wanted = f"{formatting.digits(found['spearman'], 2, sign=True)} {formatting.interval(*found['interval'], 2)}"
+    wanted = f"{formatting.digits(found['spearman'], 2, sign=True)} {formatting.interval(found['interval'], 2)}"
     assert f"| rank correlation of the index with the mean z of the words | {wanted} |" in text and found["spearman"] > 0
     assert "| size of an update | 0.5 (sign) |" in text and "| step of the predictions | 6 |" in text
     study["summary"]["index_and_weight"] = None  # one of the two does not vary

@@ -236,7 +236,7 @@ def test_bound_refuses_what_it_cannot_use() -> None:
     with pytest.raises(RequestError, match="has none"):
         bound.bound(adapted, (["a"], ["x"]), ["a", "b"])
     adapted.indexes = table.assign(index=2.0)
-    with pytest.raises(RequestError, match="1 texts, but the run adapted to 2"):
+    with pytest.raises(RequestError, match="expected the 2 texts that the run adapted to, got 1"):
         bound.bound(adapted, (["a"], ["x"]), ["c"])
 
 
