@@ -220,22 +220,22 @@ def complexity_at_least(features: np.ndarray, draws: int, seed: int) -> float:
     return max(0.0, float(np.mean(values)))
 
 
-def bound_table(found: dict[str, Any]) -> str:
+def bound_table(result: dict[str, Any]) -> str:
     """Return the terms as a Markdown table, and what could not be computed."""
-    source, target, complexity = found["terms"]["source"], found["terms"]["target"], found["complexity_at_least"]
+    source, target, complexity = result["terms"]["source"], result["terms"]["target"], result["complexity_at_least"]
     lines = [
         ("source loss, 2 l_1 (as printed, l_1)", f"{source['corrected']:.3f} ({source['printed']:.3f})"),
         ("target loss, 2 l_min(ψ, 2) (as printed, l_ψ)", f"{target['corrected']:.3f} ({target['printed']:.3f})"),
         ("the ramp losses that both stand for", f"{source['ramp']:.3f} and {target['ramp']:.3f}"),
         ("texts with ψ > 2; where the ramp exceeds 2 l_ψ", f"{target['index_above_2']:.1%}; {target['ramp_above_doubled']:.1%}"),
-        (f"2K times the complexity, source, K = {found['classes']}", f"≥ {2 * found['classes'] * complexity['source']:.3f}"),
-        (f"4K times the complexity, target, K = {found['classes']}", f"≥ {4 * found['classes'] * complexity['target']:.3f}"),
+        (f"2K times the complexity, source, K = {result['classes']}", f"≥ {2 * result['classes'] * complexity['source']:.3f}"),
+        (f"4K times the complexity, target, K = {result['classes']}", f"≥ {4 * result['classes'] * complexity['target']:.3f}"),
     ]
-    for entry, least in zip(found["robustness"], found["least"], strict=True):
+    for entry, least in zip(result["robustness"], result["least"], strict=True):
         text = f"≥ {entry['least_of_2q_and_R']:.3f} (R ≥ {entry['R_at_least']:.3f})"
         lines.append((f"2q + R / min{{c, q}}, radius {entry['radius']:g}", text))
         lines.append((f"**right-hand side, radius {entry['radius']:g}**", f"**≥ {least['theorem-3']:.2f}**"))
-    lines.append(("inside the O(.) of ζ, not added", f"{found['zeta_order']:.3f}"))
+    lines.append(("inside the O(.) of ζ, not added", f"{result['zeta_order']:.3f}"))
     rows = "\n".join(f"| {name} | {value} |" for name, value in lines)
-    missing = "\n".join(f"- {name}: {why}" for name, why in found["unknown"].items())
+    missing = "\n".join(f"- {name}: {why}" for name, why in result["unknown"].items())
     return f"| term | value |\n|---|---|\n{rows}\n\nNot known:\n\n{missing}\n"

@@ -162,14 +162,14 @@ def summary(table: pd.DataFrame, source_texts: Iterable[str], target_texts: Iter
     """
     check(table)
     scores = targetness(source_texts, target_texts)
-    found = [np.array([scores.get(word, 0.0) for word in words(text)] or [0.0]) for text in table["text"]]
+    weights = [np.array([scores.get(word, 0.0) for word in words(text)] or [0.0]) for text in table["text"]]
     figures = pd.DataFrame(
         {
             "index": table["index"].to_numpy(np.float64),
             "confidence": table["confidence"].to_numpy(np.float64),
-            "mean_weight": [values.mean() for values in found],
-            "target_words": [(values > 0).mean() for values in found],
-            "source_words": [(values < 0).mean() for values in found],
+            "mean_weight": [values.mean() for values in weights],
+            "target_words": [(values > 0).mean() for values in weights],
+            "source_words": [(values < 0).mean() for values in weights],
         }
     )
     shuffled = figures.iloc[np.random.default_rng(seed).permutation(len(figures))].sort_values("index", kind="stable")
@@ -230,12 +230,12 @@ _COLOURS = {"target": "241, 143, 47", "source": "70, 130, 200"}
 _TITLES = {"smallest": "The smallest entropy indexes", "largest": "The largest entropy indexes"}
 
 
-def to_html(found: Sequence[Mapping[str, Any]]) -> str:
+def to_html(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return a self-contained HTML page; every text is escaped."""
     parts = []
-    for end in dict.fromkeys(entry["end"] for entry in found):
+    for end in dict.fromkeys(entry["end"] for entry in entries):
         parts.append(f"<h2>{html.escape(_TITLES[end])}</h2>")
-        for entry in (entry for entry in found if entry["end"] == end):
+        for entry in (entry for entry in entries if entry["end"] == end):
             header = f"index <b>{entry['index']:.2f}</b>, predicted <b>{html.escape(entry['prediction'])}</b>"
             text = " ".join(marked(word["word"], word["weight"]) for word in entry["words"]) + (" …" if entry["cut"] else "")
             parts.append(
@@ -261,10 +261,10 @@ def marked(word: str, z: float) -> str:
     return f'<mark class="{side}" style="{style}" title="z = {z:.1f}">{html.escape(word)}</mark>'
 
 
-def to_markdown(found: Sequence[Mapping[str, Any]]) -> str:
+def to_markdown(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return a table; the target's words are bold, the source's in italics."""
     lines = ["| index | predicted | text (**the target's words**, *the source's*) |", "|---|---|---|"]
-    for entry in found:
+    for entry in entries:
         text = " ".join(_stressed(word["word"], word["weight"]) for word in entry["words"]) + (" …" if entry["cut"] else "")
         lines.append(f"| {entry['index']:.2f} | {_plain(entry['prediction'])} ({entry['confidence']:.2f}) | {text} |")
     return "\n".join(lines) + "\n"

@@ -156,7 +156,7 @@ def measured(case: Case, make: Callable[[Case, torch.device], Bench] | None = No
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident() - empty
     plain = [] if case.engine == "plain" else [make(dataclasses.replace(case, engine="plain"), device)]
     seconds = in_turn([bench, *plain], case.repeats)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "seconds": seconds[0], "plain_seconds": seconds[-1], "memory": memory, "parameters": bench.parameters,
         "cosine": None, "relative_error": None,
     }  # fmt: skip
@@ -164,11 +164,11 @@ def measured(case: Case, make: Callable[[Case, torch.device], Bench] | None = No
     gc.collect()
     if gradient is not None:
         exact = _exact(dataclasses.replace(case, engine="second-order", precision="fp32", repeats=0)).to(device)
-        found |= {
+        result |= {
             "cosine": float(torch.nn.functional.cosine_similarity(gradient, exact, dim=0)),
             "relative_error": float((gradient - exact).norm() / exact.norm()),
         }
-    return found
+    return result
 
 
 @functools.lru_cache(maxsize=1)

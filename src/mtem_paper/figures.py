@@ -126,7 +126,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def _values(values: Sequence[float | None] | None, count: int, log: bool) -> np.ndarray:
-    """As an array; NaN where there is nothing to draw."""
+    """Return the values as an array, with NaN for what cannot be drawn."""
     array = np.array(
         [math.nan if value is None else value for value in (values if values is not None else [None] * count)], float
     )

@@ -43,11 +43,11 @@ def trajectories(cells: Sequence[Cell], drawn: dict[str, str]) -> str:
     """Return a figure of temperature and indexes for each place."""
     parts = []
     for place in places(cells):
-        found = [cell for cell in at(cells, place) if cell["variant"] == "mtem" and cell.get("history")]
-        if found and place.setting == UNSUPERVISED:
+        runs = [cell for cell in at(cells, place) if cell["variant"] == "mtem" and cell.get("history")]
+        if runs and place.setting == UNSUPERVISED:
             name = f"trajectory-{place.dataset}-{place.model}-{place.pool}"
-            drawn[f"{name}.svg"] = figures.trajectory_figure(found)
-            parts += [picture(name, f"temperature and indexes, {place.title}"), f"MTEM, {place.title}, runs: {len(found)}.\n"]
+            drawn[f"{name}.svg"] = figures.trajectory_figure(runs)
+            parts += [picture(name, f"temperature and indexes, {place.title}"), f"MTEM, {place.title}, runs: {len(runs)}.\n"]
     return "\n".join(parts) or NOT_RUN
 
 
@@ -56,15 +56,15 @@ def trajectories(cells: Sequence[Cell], drawn: dict[str, str]) -> str:
 
 def cost_groups(folder: Path) -> list[tuple[str, tuple[str, ...], list[Row]]]:
     """Return the rows of `mtem cost` and benchmarks/peers.py with their file and conditions; other files are ignored."""
-    found = []
+    comparisons = []
     for path in sorted(folder.glob("*.json")):
         rows, groups = read(path), dict[tuple[str, ...], list[Row]]()
         for row in rows if isinstance(rows, list) else []:
             if isinstance(row, dict) and row.get("engine") in (*ENGINES, *PEERS):
                 groups.setdefault(tuple(str(row.get(name)) for name in CONDITIONS), []).append(row)
         several = len(groups) > 1
-        found += [(f"{path.stem}-{rows[0]['length']}" if several else path.stem, *group) for group in groups.items()]
-    return found
+        comparisons += [(f"{path.stem}-{rows[0]['length']}" if several else path.stem, *group) for group in groups.items()]
+    return comparisons
 
 
 def cost_figures(folder: Path, drawn: dict[str, str]) -> str:
@@ -117,14 +117,14 @@ def convergence(folder: Path, drawn: dict[str, str]) -> str:
     """Return curves, fitted exponents and ends of what was measured for Theorems 1 and 2."""
     parts: list[str] = []
     for path in sorted(folder.glob("*.json")):
-        found = read(path)
-        if "curves" in found:
-            parts += _convergence(path.stem, found, drawn)
+        result = read(path)
+        if "curves" in result:
+            parts += _convergence(path.stem, result, drawn)
     return "\n".join(parts) or NOT_RUN
 
 
-def _convergence(stem: str, found: Mapping[str, Any], drawn: dict[str, str]) -> list[str]:
-    settings: Mapping[str, Any] = found.get("settings", {})
+def _convergence(stem: str, result: Mapping[str, Any], drawn: dict[str, str]) -> list[str]:
+    settings: Mapping[str, Any] = result.get("settings", {})
     constants = {
         case: ", ".join(f"{name} {value:g}" for name, value in values.items())
         for case, values in settings.get("cases", {}).items()
@@ -133,13 +133,13 @@ def _convergence(stem: str, found: Mapping[str, Any], drawn: dict[str, str]) -> 
     lines += [f"case {case}: {text}" for case, text in constants.items()]
     lines += [f"{name}: {what}" for name, what in settings.get("names", {}).items()]
     parts, fits, ends = [bullets(lines)], [], []
-    for case in dict.fromkeys(curve["case"] for curve in found["curves"]):
-        curves = [curve for curve in found["curves"] if curve["case"] == case]
+    for case in dict.fromkeys(curve["case"] for curve in result["curves"]):
+        curves = [curve for curve in result["curves"] if curve["case"] == case]
         name = f"theory-{stem}-{case}"
         title = f"Convergence, {case} ({constants[case]})" if case in constants else f"Convergence, {case}"
         drawn[f"{name}.svg"] = figures.theory_figure(curves, title)
         parts.append(picture(name, f"convergence {case}"))
-        reach = [abs(end - 2.0) for run in found.get("runs", ()) if run["case"] == case for end in run["index"]]
+        reach = [abs(end - 2.0) for run in result.get("runs", ()) if run["case"] == case for end in run["index"]]
         for curve in (curve for curve in curves if curve.get("seed") is None):
             fit = digits(curve.get("exponent"), 2)
             fit += f" {interval(curve['interval'], places=2, sign=False)}" if curve.get("interval") else ""
@@ -154,9 +154,9 @@ def bounds(folder: Path) -> str:
     """Return the terms of Theorem 3's bound for each run."""
     parts = []
     for path in sorted(folder.glob("*.json")):
-        found = read(path)
-        if "terms" in found:
-            parts += [f"#### {path.stem}\n", bound_table(found)]
+        result = read(path)
+        if "terms" in result:
+            parts += [f"#### {path.stem}\n", bound_table(result)]
     return "\n".join(parts) or NOT_RUN
 
 
@@ -182,14 +182,14 @@ def case_figures(study: Mapping[str, Any]) -> str:
     updates = chosen["steps"] * chosen["batch_size"] / summary["texts"] if chosen["steps"] else chosen["epochs"]
     rows = []
     for key, what in (("index_and_weight", "the mean z of the words"), ("index_and_confidence", "the confidence")):
-        found = summary.get(key)
-        text = f"{digits(found['spearman'], 2, sign=True)} {interval(found['interval'], places=2)}" if found else "—"
+        value = summary.get(key)
+        text = f"{digits(value['spearman'], 2, sign=True)} {interval(value['interval'], places=2)}" if value else "—"
         rows.append([f"rank correlation of the index with {what}", text])
     rows.append(["texts", f"{summary['texts']:,}"])
     rows.append(["updates of each index", f"{updates:g}"])
     rows.append(["size of an update", f"{chosen['index_learning_rate']:g} ({chosen['index_step']})"])
-    for end, found in summary["ends"].items():
-        rows.append([f"texts with the {end} index, {found['index']:.2f}", percent(found["share"], 1)])
+    for end, value in summary["ends"].items():
+        rows.append([f"texts with the {end} index, {value['index']:.2f}", percent(value["share"], 1)])
     if chosen["index_step"] == "sign" and updates == round(updates):
         rows.append(["texts at either end if signs were random", percent(0.5**updates)])
     rows.append(["step of the predictions", str(study["chosen_step"])])

@@ -119,12 +119,12 @@ def _kinds(place: Place, board: Board) -> list[Kind]:
     return kinds
 
 
-def gains(found: Mapping[Place, Board]) -> dict[str, Difference | None]:
+def gains(by_place: Mapping[Place, Board]) -> dict[str, Difference | None]:
     """Return the family of the headline: MTEM over the source model in every place, by title."""
     return family(
         {
             kind.title: board.compare(kind.mtem, kind.source_model)
-            for place, board in found.items()
+            for place, board in by_place.items()
             for kind in _kinds(place, board)
         }
     )
@@ -144,10 +144,10 @@ class Headline(NamedTuple):
     """In how many MTEM is the best, or not clearly behind the best."""
 
 
-def headline(found: Mapping[Place, Board]) -> Headline:
+def headline(by_place: Mapping[Place, Board]) -> Headline:
     """Return MTEM against the source model, here and in the paper, and the best method of each place."""
-    rows, differences, best_or_level = [], gains(found), 0
-    for place, board in found.items():
+    rows, differences, best_or_level = [], gains(by_place), 0
+    for place, board in by_place.items():
         paper = _paper(place)
         for kind in _kinds(place, board):
             best = board.best(among=kind.variants)
@@ -175,10 +175,10 @@ def _clearly_behind(compared: Mapping[str, Difference | None], paper: published.
 # ---------------------------------------------------------------------- Tables 1 and 2
 
 
-def general(dataset: str, found: Mapping[Place, Board]) -> str:
+def general(dataset: str, by_place: Mapping[Place, Board]) -> str:
     """Return Table 1 (pheme) or 2 (amazon): a section for each model, pool and setting."""
     parts = []
-    for place, board in found.items():
+    for place, board in by_place.items():
         if place.dataset == dataset:
             paper = _paper(place)
             parts += [f"### {place.title}\n", summary(board, paper), scores(board, paper, "out")]
@@ -312,10 +312,10 @@ def _more(board: Board, paper: published.Table) -> str:
     return table(["method", *figures, "runs that kept the source model", "seconds per run"], rows)
 
 
-def trivial(found: Mapping[Place, Board]) -> str:
+def trivial(by_place: Mapping[Place, Board]) -> str:
     """Return the F1 of predicting a rumour for every thread, beside unsupervised scores; scores below it are in italics."""
     paper, rows = published.PHEME_UNSUPERVISED, []
-    for board in [board for place, board in found.items() if (place.dataset, place.setting) == (paper.dataset, paper.setting)][
+    for board in [board for place, board in by_place.items() if (place.dataset, place.setting) == (paper.dataset, paper.setting)][
         :1
     ]:
         for target in board.targets:
@@ -331,10 +331,10 @@ def trivial(found: Mapping[Place, Board]) -> str:
     return table(["target", "rumours", "all called rumours", "Out", "MTEM", "the paper's Out", "the paper's MTEM"], rows)
 
 
-def outside(found: Mapping[Place, Board]) -> str:
+def outside(by_place: Mapping[Place, Board]) -> str:
     """Return accuracies on Amazon that were published elsewhere, and ours."""
     rows = [[each.method, digits(each.score), each.encoder, each.source] for each in published.OUTSIDE]
-    for place, board in found.items():
+    for place, board in by_place.items():
         best = board.best()
         if (place.dataset, place.setting) == ("amazon", UNSUPERVISED) and best:
             where = f"ours, {place.pool} pool"

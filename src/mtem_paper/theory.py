@@ -153,17 +153,17 @@ def reproduce(
     source, target = (
         Words(torch.from_numpy(vectorizer.transform(each).toarray())) for each in ([record["text"] for record in labeled], pool)
     )
-    found = {
+    runs = {
         (case, seed): observed(case, seed, (source, labels, target), classes, hidden, steps, points, progress)
         for case in CASES
         for seed in seeds
     }
     result = {
-        "curves": [curve for case in CASES for curve in curves(case, {seed: found[case, seed] for seed in seeds})],
+        "curves": [curve for case in CASES for curve in curves(case, {seed: runs[case, seed] for seed in seeds})],
         "runs": [
             {"case": case, "seed": seed, "index": run["index"]}
             | {name: [run[name][0], run[name][-1]] for name in ("source_loss", "target_loss")}
-            for (case, seed), run in found.items()
+            for (case, seed), run in runs.items()
         ],
         "settings": {
             "algorithm": "Algorithm 1 as printed (preset paper) with the rates of Assumption 2; the measured gradients are exact",
@@ -220,12 +220,12 @@ def observed(
 
     method = Mtem(model, parts["method"], context)
     wanted = set(np.geomspace(1, steps, points).round().astype(int).tolist())
-    found: dict[str, list[Any]] = {}
+    figures: dict[str, list[Any]] = {}
 
     def look(done: int) -> None:
         if done + 1 in wanted:  # before step t = done + 1
             for name, value in measured(method, done + 1, trainer.base_learning_rate, *whole).items():
-                found.setdefault(name, []).append(value)
+                figures.setdefault(name, []).append(value)
 
     name = f"{case}, seed {seed}"
     assert training.learning_rate is not None
@@ -236,8 +236,8 @@ def observed(
     context.learning_rate = trainer.learning_rate
     look(0)
     trainer.run()
-    found["index"] = [float(method.index.min()), float(method.index.max())]
-    return found
+    figures["index"] = [float(method.index.min()), float(method.index.max())]
+    return figures
 
 
 def measured(method: Mtem, t: int, k1: float, source: Batch, target: Batch) -> dict[str, float]:
@@ -305,8 +305,8 @@ def exponent(steps: Sequence[float], values: Sequence[float], draws: int = 1000)
     picks = np.random.default_rng(0).integers(len(x), size=(draws, len(x)))
     picks = np.concatenate([np.arange(len(x))[None], picks[np.ptp(x[picks], axis=1) > 0]])
     away = x[picks] - x[picks].mean(axis=1, keepdims=True)
-    found = -(away * y[picks]).sum(axis=1) / (away**2).sum(axis=1)
-    return float(found[0]), np.quantile(found[1:], [0.025, 0.975]).tolist()
+    slopes = -(away * y[picks]).sum(axis=1) / (away**2).sum(axis=1)
+    return float(slopes[0]), np.quantile(slopes[1:], [0.025, 0.975]).tolist()
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, list[float]]:

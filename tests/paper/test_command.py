@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 from typer.testing import CliRunner
 
 from mtem.cli import main
 from mtem.errors import RequestError
+from mtem_paper import runner
+from mtem_paper.protocol import DATASETS
 from tests.paper.tiny import TINY, write_method
 
 
@@ -43,3 +48,17 @@ def test_a_failed_cell_makes_the_command_fail(amazon, encoder, tmp_path):
     words += ["--settings", "unsupervised", "--pools", "natural", "--variants", broken, "--device", "cpu", "-q"]
     told = command(*words, *(word for name, value in TINY.items() for word in ("--set", f"{name}={value}")))
     assert told.exit_code == 1 and "1 failed" in told.output and "no such luck" in told.output
+
+
+def test_a_page_that_cannot_be_drawn_is_refused_before_anything_is_run(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(runner, "run", lambda *_, **__: pytest.fail("run"))
+    for what in ("page", "all"):
+        told = command(what, "--results", tmp_path, "--docs", tmp_path)
+        assert "pip install 'mtem[figures]'" in str(told.exception)
+
+
+def test_the_default_model_is_that_of_the_data_set(tmp_path):
+    for dataset, about in DATASETS.items():
+        told = command("general", "--dataset", dataset, "--results", tmp_path, "--seeds", "0", "--list")
+        assert f"cells/{dataset}/{about.default_model}/" in told.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -86,3 +87,10 @@ def test_a_shape_is_drawn_without_any_weights_at_hand():
     case = cost.Case("plain", 2, 8, "minilm", "cpu", "fp32", "sdpa")
     model = cost.make_model(case)
     assert model.network.config.num_hidden_layers == 6 and model.classes == ("LABEL_0", "LABEL_1")
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(cost, "measure", lambda *_: pytest.fail("measured"))
+    done = CliRunner().invoke(app, ["cost", "--device", "cpu", "--figure", str(tmp_path / "cost.svg")])
+    assert "pip install 'mtem[figures]'" in str(done.exception)

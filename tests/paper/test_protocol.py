@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 
+from mtem import methods
 from mtem import settings as settings_module
 from mtem.errors import RequestError
 from mtem.run import adapt as adapt_module
 from mtem.run.adapt import find_settings
-from mtem_paper import protocol
+from mtem_paper import protocol, published
 from tests.corpora import refusal
 
 
@@ -181,10 +183,15 @@ def test_a_data_set_that_is_not_complete_is_an_error_at_import(change, message):
         protocol.check({**protocol.DATASETS, "amazon": broken}, protocol.VARIANTS)
 
 
-def test_the_tables_are_checked_when_they_are_imported():
-    for module in ("protocol", "published"):
-        lines = (Path(protocol.__file__).parent / f"{module}.py").read_text().splitlines()
-        assert any(line.startswith("check(") for line in lines)
+def test_the_tables_are_checked_when_they_are_imported(monkeypatch):
+    runpy.run_path(protocol.__file__)
+    runpy.run_path(published.__file__)
+    monkeypatch.delitem(methods.METHODS, "wind")
+    with pytest.raises(ValueError, match="variant 'wind': unknown method"):
+        runpy.run_path(protocol.__file__)
+    monkeypatch.delitem(protocol.VARIANTS, "wind")
+    with pytest.raises(ValueError, match="row WIND: no variant 'wind'"):
+        runpy.run_path(published.__file__)
 
 
 def test_names_in_a_table():
