@@ -291,7 +291,7 @@ def main() -> None:
     wanted = [name.strip() for name in given.rows.split(";")]
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        parser.error(f"--rows {unknown[0]}: there are {'; '.join(known)}")
+        parser.error(f"--rows {unknown[0]}: expected some of {'; '.join(known)}")
     if given.batch < 2 or given.length < 4 or given.repeats < 1:
         parser.error("--batch must be at least 2, --length 4 and --repeats 1")
     names = ("model", "batch", "length", "precision", "attention", "repeats", "seed")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mtem_paper import cells as cell_files
-from mtem_paper import published
+from mtem_paper.protocol import DATASETS
 from mtem_paper.search import bits
 from mtem_paper.statistics import recomputed
 
@@ -66,7 +66,7 @@ def save(results: Path, *cells):
         (where / f"{cell['variant']}-{cell['target']}-{cell['seed']}-0.json").write_text(json.dumps(cell))
 
 
-def grid(variants, targets=published.AMAZON, seeds=(0, 1, 2), **changes):
+def grid(variants, targets=DATASETS["amazon"].targets, seeds=(0, 1, 2), **changes):
     return [
         make_cell(variant, target, seed, **{"right": right, **changes})
         for (variant, right), target, seed in itertools.product(variants.items(), targets, seeds)

@@ -50,7 +50,7 @@ def write(path: Path, chosen: list[dict[str, Any]], fields: tuple[str, ...]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the bundled sample of Amazon reviews.")
     parser.add_argument("--data", type=Path, required=True, help="folder of the prepared dataset")
-    default = Path(__file__).resolve().parent.parent / "src" / "mtem" / "data" / "sample"
+    default = Path(__file__).resolve().parent.parent / "src" / "mtem" / "datasets" / "amazon_sample"
     parser.add_argument("--to", type=Path, default=default, help="folder to write to")
     options = parser.parse_args()
 

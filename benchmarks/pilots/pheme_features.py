@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from mtem.data.readers import read_rows
 from mtem_paper.protocol import DATASETS
-from mtem_paper.splits import EVENTS
+
+EVENTS = DATASETS["pheme"].domains
 
 REPLIES = 8
 MARKS = (300, 600, 1000, 1500)  # steps of self-training at which the average is scored

@@ -29,6 +29,7 @@ from mtem.data.loading import load_corpus
 from mtem.methods import registry
 from mtem.progress import Progress
 from mtem_paper import splits
+from mtem_paper.protocol import DATASETS
 
 HERE = Path(__file__).parent
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -223,7 +224,7 @@ def adapt(args: argparse.Namespace) -> None:
     labeled: dict[str, Any] = {}
     kept: tuple[list[str], list[str]] | None = None
     names = sorted(sources)
-    left = names[splits.AMAZON.index(args.target) % len(names)]
+    left = names[DATASETS["amazon"].domains.index(args.target) % len(names)]
     draw = np.random.default_rng(args.seed)
     for name in names:
         corpus = load_corpus({name: sources[name]}, labeled=True)

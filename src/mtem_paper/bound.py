@@ -1,4 +1,4 @@
-r"""Theorem 3 for a finished run: the terms of its bound that can be computed, and a number that the bound exceeds."""
+r"""Theorem 3 for a finished run: the terms of its bound that can be computed, and a lower limit of the bound."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
 from mtem.models.base import Model
 from mtem.progress import Progress
+from mtem.run.result import Adapted
 
 UNKNOWN = {
     "q, c": "the constants of the expansion that is assumed of the data; no procedure is known that finds them",
@@ -31,7 +32,7 @@ UNKNOWN = {
 
 
 def bound(
-    adapted: Any,
+    adapted: Adapted,
     source: Any,
     target: Any,
     *,
@@ -43,7 +44,7 @@ def bound(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    r"""What can be computed of Theorem 3 for a finished run of MTEM; corrected as follows (docs/errata.md).
+    r"""Compute the terms of Theorem 3 for a finished run of MTEM, corrected as follows (docs/errata.md).
 
     .. math::
         \epsilon_T \le \bar\Gamma_S + \bar\Gamma_T + 2q + 2K \hat{\mathcal{R}}(\mathcal{H}|_{D_S})
@@ -52,32 +53,56 @@ def bound(
 
     The paper prints :math:`\ell_\psi` for :math:`2 \ell_{\min(\psi, 2)}` in the target's term and :math:`\ell_1` for
     :math:`2 \ell_1` in the source's. Whatever q and c are, :math:`2q + R / \min\{c, q\} \ge 2 \sqrt{2R}`, since
-    :math:`\min\{c, q\} \le q`. With lower estimates of R and of the complexities this gives a number that the right-hand side
-    exceeds (``least``): where it is 1 or more the theorem says nothing about the run.
+    :math:`\min\{c, q\} \le q`. With lower estimates of R and of the complexities this gives a lower limit of the right-hand side
+    (``least``): where it is 1 or more, the theorem says nothing about the run.
 
-    Args:
-        adapted: a finished run, of a method with entropy indexes.
-        source, target: the labeled texts and the unlabeled ones it was given, in whatever `load_corpus` takes.
-        radii: of perturbations, as shares of the norm of an example's input embeddings.
-        texts: look at so many of each set at most (as if the run had had no more); None: at all.
-        attacked: texts of each set that are perturbed, one step along the gradient and along a random direction.
-        draws: random labelings that a head is fitted to.
+    Parameters
+    ----------
+    adapted
+        A finished run of a method with entropy indexes.
+    source, target
+        The labeled and the unlabeled texts of the run, in any form that `load_corpus` reads.
+    radii
+        Radii of perturbations, as shares of the norm of an example's input embeddings.
+    texts
+        Number of texts of each set at most, as if the run had had no more; None: all.
+    attacked
+        Number of texts of each set that are perturbed, one step along the gradient and along a random direction.
+    draws
+        Number of random labelings that a head is fitted to.
+    delta
+        Probability with which the bound may fail, in zeta.
+    seed
+        Seed of all random choices.
+    progress
+        Where to report.
+
+    Returns
+    -------
+    dict
+        The terms, their lower limits, and what is unknown.
+
+    Raises
+    ------
+    RequestError
+        If the run has no indexes, or other target texts.
     """
     progress = progress or Progress(quiet=True)
     table = adapted.indexes
     if "index" not in table:
-        raise RequestError("Theorem 3 is about entropy indexes and this run has none: give a run of the method mtem")
+        raise RequestError("Theorem 3 is about entropy indexes, and this run has none: expected a run of the method mtem")
     model, random = adapted.model, np.random.default_rng(seed)
     labeled, unlabeled = load_corpus(source, labeled=True, name="source"), load_corpus(target, labeled=False, name="target")
     if len(unlabeled) != len(table):
-        raise RequestError(f"target: {len(unlabeled)} texts, but the run adapted to {len(table)}: give the same ones")
+        raise RequestError(f"target: expected the {len(table)} texts that the run adapted to, got {len(unlabeled)}")
     seen, broken, perturbed = {}, np.zeros(len(radii)), 0
     for name, corpus in (("source", labeled), ("target", unlabeled)):
         tokens = model.encode(corpus)
         rows = np.sort(random.permutation(len(corpus))[:texts])
         with progress.stage(f"bound: {name} texts", len(rows)):
-            scores = inference.compute_logits(model, tokens, rows, features=True, progress=progress)
-        seen[name] = (rows, torch.from_numpy(inference.probabilities(scores.logits)), scores.features)
+            outputs = inference.compute_logits(model, tokens, rows, features=True, progress=progress)
+        assert outputs.features is not None
+        seen[name] = (rows, torch.from_numpy(inference.probabilities(outputs.logits)), outputs.features)
         tried = random.permutation(rows)[:attacked]
         with progress.stage(f"bound: perturbed {name} texts", len(tried)):
             broken += flipped(model, tokens, tried, radii, seed, progress) * len(rows) / len(tried)
@@ -114,21 +139,24 @@ def bound(
 
 
 def ramp(probs: Tensor, labels: Tensor) -> Tensor:
-    r""":math:`\Gamma(p_z - \max_{k \ne z} p_k)` of each row, with :math:`\Gamma(o) = \min\{1, \max\{0, 1 - o\}\}`."""
+    r"""Return :math:`\Gamma(p_z - \max_{k \ne z} p_k)` of each row, :math:`\Gamma(o) = \min\{1, \max\{0, 1 - o\}\}`."""
     own = probs.gather(1, labels.unsqueeze(1)).squeeze(1)
     others = probs.scatter(1, labels.unsqueeze(1), -1.0).amax(dim=1)
     return (1 - (own - others)).clamp(0, 1)
 
 
 def source_terms(probs: Tensor, labels: Tensor) -> dict[str, float]:
-    """The source's part of the bound: the ramp loss, and cross-entropy with the factor 2 and as printed."""
+    """Return the source's part of the bound: the ramp loss, and cross-entropy with the factor 2 and as printed."""
     loss = float(tsallis.loss(probs.log(), labels, 1.0).mean())
     return {"ramp": float(ramp(probs, labels).mean()), "corrected": 2 * loss, "printed": loss}
 
 
 def target_terms(probs: Tensor, index: Tensor) -> dict[str, float]:
-    """The target's part, for the likeliest class as pseudo label (as in the theorem that the paper builds on), and how often
-    the printed inequality does not hold; `sampled`: the printed loss in expectation over labels drawn from the prediction."""
+    """Return the target's part of the bound, and how often the printed inequality does not hold.
+
+    The pseudo label is the likeliest class, as in the theorem that the paper builds on; `sampled` is the printed loss in
+    expectation over labels drawn from the prediction.
+    """
     labels, log_probs = probs.argmax(dim=1), probs.log()
     ramps, losses = ramp(probs, labels), tsallis.loss(log_probs, labels, index)
     return {
@@ -143,9 +171,9 @@ def target_terms(probs: Tensor, index: Tensor) -> dict[str, float]:
 
 
 def flipped(model: Model, tokens: Any, rows: np.ndarray, radii: Sequence[float], seed: int, progress: Progress) -> np.ndarray:
-    """How many of the texts change their class within each radius, by what was tried: a lower estimate of R's count.
+    """Count the texts whose class changes within each radius along the directions tried: a lower estimate of R's count.
 
-    A larger radius counts what a smaller one found: its neighbourhood contains the smaller one's.
+    A text that changes within a smaller radius counts for a larger one too.
     """
     generator = torch.Generator().manual_seed(seed)
     model.eval()
@@ -154,27 +182,28 @@ def flipped(model: Model, tokens: Any, rows: np.ndarray, radii: Sequence[float],
         inputs = model.prepare(model.collate(tokens, rows[batch]))
         values = model.input_embeddings(inputs)
         noise = torch.zeros_like(values, requires_grad=True)
-        scores = model({**inputs, "noise": noise})
-        classes = scores.argmax(dim=1)
-        loss = nn.functional.cross_entropy(scores, classes, reduction="sum")
+        logits = model({**inputs, "noise": noise})
+        classes = logits.argmax(dim=1)
+        loss = nn.functional.cross_entropy(logits, classes, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, noise)
         directions = [gradient, torch.randn(values.shape, generator=generator).to(values) * (values != 0)]
         norms = model.embedding_norms(values, inputs)
-        found = torch.zeros(len(batch), dtype=torch.bool, device=scores.device)
+        changed = torch.zeros(len(batch), dtype=torch.bool, device=logits.device)
         with torch.no_grad():
-            for place in np.argsort(radii):
+            for number in np.argsort(radii):
                 for direction in directions:
-                    moved = model.unit_directions(direction, inputs) * norms * radii[place]
-                    found |= model({**inputs, "noise": moved}).argmax(dim=1) != classes
-                counts[place] += int(found.sum())
+                    moved = model.unit_directions(direction, inputs) * norms * radii[number]
+                    changed |= model({**inputs, "noise": moved}).argmax(dim=1) != classes
+                counts[number] += int(changed.sum())
         done += len(batch)
         progress.advance(done)
     return counts
 
 
 def complexity_at_least(features: np.ndarray, draws: int, seed: int) -> float:
-    r"""A lower estimate of :math:`\hat{\mathcal{R}}(\mathcal{H}|_D) = \mathbb{E}_\sigma \sup_h \sum_i \sigma_i h(x_i) / |D|`.
+    r"""Return a lower estimate of the complexity of the model's class of functions.
 
+    That is :math:`\hat{\mathcal{R}}(\mathcal{H}|_D) = \mathbb{E}_\sigma \sup_h \sum_i \sigma_i h(x_i) / |D|`.
     Every h is below the supremum; here h is the probability of a class by a head on the model's own features, fitted to the
     signs :math:`\sigma`. The same number serves for :math:`\tilde{\mathcal{H}} \times \mathcal{H}`, which contains these.
     """
@@ -184,32 +213,29 @@ def complexity_at_least(features: np.ndarray, draws: int, seed: int) -> float:
     for _ in range(draws):
         signs = random.choice([-1.0, 1.0], size=len(scaled))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # a head that is not quite the best is still below the best
+            warnings.simplefilter("ignore", ConvergenceWarning)  # a head that has not converged still gives a lower estimate
             head = LogisticRegression(C=10.0, max_iter=100).fit(scaled, signs)
         # The signs' own mean, 0 in expectation, would be noise: hence the half.
         values.append(float(np.mean(signs * (head.predict_proba(scaled)[:, 1] - 0.5))))
     return max(0.0, float(np.mean(values)))
 
 
-def bound_table(found: dict[str, Any]) -> str:
-    """The terms as a Markdown table, and what could not be computed."""
-    source, target, complexity = found["terms"]["source"], found["terms"]["target"], found["complexity_at_least"]
+def bound_table(result: dict[str, Any]) -> str:
+    """Return the terms as a Markdown table, and what could not be computed."""
+    source, target, complexity = result["terms"]["source"], result["terms"]["target"], result["complexity_at_least"]
     lines = [
         ("source loss, 2 l_1 (as printed, l_1)", f"{source['corrected']:.3f} ({source['printed']:.3f})"),
         ("target loss, 2 l_min(ψ, 2) (as printed, l_ψ)", f"{target['corrected']:.3f} ({target['printed']:.3f})"),
         ("the ramp losses that both stand for", f"{source['ramp']:.3f} and {target['ramp']:.3f}"),
         ("texts with ψ > 2; where the ramp exceeds 2 l_ψ", f"{target['index_above_2']:.1%}; {target['ramp_above_doubled']:.1%}"),
-        (f"2K times the complexity, source, K = {found['classes']}", f"≥ {2 * found['classes'] * complexity['source']:.3f}"),
-        (f"4K times the complexity, target, K = {found['classes']}", f"≥ {4 * found['classes'] * complexity['target']:.3f}"),
+        (f"2K times the complexity, source, K = {result['classes']}", f"≥ {2 * result['classes'] * complexity['source']:.3f}"),
+        (f"4K times the complexity, target, K = {result['classes']}", f"≥ {4 * result['classes'] * complexity['target']:.3f}"),
     ]
-    for entry, least in zip(found["robustness"], found["least"], strict=True):
+    for entry, least in zip(result["robustness"], result["least"], strict=True):
         text = f"≥ {entry['least_of_2q_and_R']:.3f} (R ≥ {entry['R_at_least']:.3f})"
         lines.append((f"2q + R / min{{c, q}}, radius {entry['radius']:g}", text))
         lines.append((f"**right-hand side, radius {entry['radius']:g}**", f"**≥ {least['theorem-3']:.2f}**"))
-    lines.append(("inside the O(.) of ζ, not added", f"{found['zeta_order']:.3f}"))
+    lines.append(("inside the O(.) of ζ, not added", f"{result['zeta_order']:.3f}"))
     rows = "\n".join(f"| {name} | {value} |" for name, value in lines)
-    missing = "\n".join(f"- {name}: {why}" for name, why in found["unknown"].items())
-    least = min(entry["theorem-3"] for entry in found["least"])
-    said = "it says nothing about this run" if least >= 1 else "whether it says anything hangs on what is not known"
-    said = f"**The bound is {least:.2f} at least, and no error exceeds 1: {said}.** ψ: at the end of the run; θ: as chosen."
-    return f"{said}\n\n| term | value |\n|---|---|\n{rows}\n\nNot known:\n\n{missing}\n"
+    missing = "\n".join(f"- {name}: {why}" for name, why in result["unknown"].items())
+    return f"| term | value |\n|---|---|\n{rows}\n\nNot known:\n\n{missing}\n"

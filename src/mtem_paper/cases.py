@@ -1,7 +1,7 @@
 r"""The case study (section 5.5, appendix E): the texts with the smallest and the largest entropy index, word by word.
 
-The paper's story is that texts in words which all domains share get a small index and texts in the target's own words a large
-one. How much a word w belongs to the target T rather than to the source S is the log-odds ratio of its frequencies under an
+The paper says that texts in words which all domains share get a small index, and texts in the target's own words a large one.
+How much a word w belongs to the target T rather than to the source S is the log-odds ratio of its frequencies under an
 informative Dirichlet prior, divided by its standard error (Monroe, Colaresi and Quinn, Political Analysis 2008):
 
 .. math::
@@ -36,9 +36,9 @@ from mtem.errors import RequestError
 from mtem.models import encoders
 from mtem.progress import Progress
 from mtem.run.adapt import adapt
+from mtem.run.record import machine
 from mtem_paper import splits
 from mtem_paper.bound import bound
-from mtem_paper.search import machine
 
 PRIOR = 1000.0  # words that the prior weighs
 THRESHOLD = 3.0  # standard errors
@@ -50,7 +50,7 @@ _WORD = re.compile("[^\\W_]+(?:['\u2019][^\\W_]+)*")
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, in small letters."""
+    """Return the words of a text, in lower case."""
     return _WORD.findall(text.lower())
 
 
@@ -62,23 +62,39 @@ def targetness(
     rarest: int = RAREST,
     ratio: float = 1.0,
 ) -> dict[str, float]:
-    """z of every word: above 0 the target's, below 0 the source's, 0 neutral.
+    """Return z of every word: above 0 for words of the target, below 0 for those of the source, 0 for neutral ones.
 
-    `ratio`: of the odds, the larger over the smaller, that a word must reach not to be neutral.
+    Parameters
+    ----------
+    source_texts, target_texts
+        The texts of both domains.
+    prior
+        Weight of the prior in words.
+    threshold
+        Smallest z, in standard errors, of a word that is not neutral.
+    rarest
+        Smallest number of occurrences of a word that is not neutral.
+    ratio
+        Smallest ratio of the odds of a word that is not neutral.
+
+    Raises
+    ------
+    RequestError
+        If a domain has no words.
     """
-    there, here = (Counter(word for text in texts for word in words(text)) for texts in (source_texts, target_texts))
-    sums = here.total(), there.total()
+    source, target = (Counter(word for text in texts for word in words(text)) for texts in (source_texts, target_texts))
+    sums = target.total(), source.total()
     if not all(sums):
-        raise RequestError("words of both domains are needed to tell them apart, and one of them has none")
-    scores = dict.fromkeys(here | there, 0.0)
+        raise RequestError("one of the two domains has no words; expected texts with words in both")
+    scores = dict.fromkeys(target | source, 0.0)
     if len(scores) == 1:  # a single word is all that both have
         return scores
     for word in scores:
-        share = prior * (here[word] + there[word]) / sum(sums)
-        own, other = here[word] + share, there[word] + share
+        share = prior * (target[word] + source[word]) / sum(sums)
+        own, other = target[word] + share, source[word] + share
         odds = math.log(own / (sums[0] + prior - own)) - math.log(other / (sums[1] + prior - other))
         z = odds / math.sqrt(1 / own + 1 / other)
-        clear = abs(z) >= threshold and abs(odds) >= math.log(ratio) and here[word] + there[word] >= rarest
+        clear = abs(z) >= threshold and abs(odds) >= math.log(ratio) and target[word] + source[word] >= rarest
         scores[word] = z if clear else 0.0
     return scores
 
@@ -86,19 +102,27 @@ def targetness(
 def cases(
     table: pd.DataFrame, source_texts: Iterable[str], target_texts: Iterable[str], count: int = 5, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """The texts with the smallest and with the largest index, `count` of each.
+    """Return the texts with the smallest and with the largest index.
 
-    Many texts share the ends of the range: which of them are shown is drawn at random, so that nobody picks them. A text that
-    occurs several times is shown once.
+    Many texts share the ends of the range; those shown are drawn at random, not picked. A text that occurs several times is shown
+    once.
 
-    Args:
-        table: `Adapted.indexes` of a run of MTEM.
-        source_texts, target_texts: what the words are judged by.
-        count: cases at each end.
+    Parameters
+    ----------
+    table
+        `Adapted.indexes` of a run of MTEM.
+    source_texts, target_texts
+        The texts that z of the words is computed from.
+    count
+        Number of texts at each end.
+    seed
+        Seed of the draw.
 
-    Returns:
-        For each text a dict: end ("smallest" or "largest"), text (cut after some 80 words), cut, index, prediction, confidence,
-        words: [{"word", "weight"}], the pieces of the text between its spaces with their z, 0 where they are not marked.
+    Returns
+    -------
+    list of dict
+        For each text: end ("smallest" or "largest"), text (cut after some 80 words), cut, index, prediction, confidence, words:
+        [{"word", "weight"}], the pieces of the text between its spaces with their z, 0 where they are not marked.
     """
     check(table)
     scores = targetness(source_texts, target_texts, ratio=MARKED)
@@ -110,6 +134,7 @@ def cases(
 
 
 def case(row: Any, end: str, scores: Mapping[str, float]) -> dict[str, Any]:
+    """Return one text of the case study; `row` is a named tuple of the table."""
     row, pieces = row._asdict(), row.text.split()
     shown = pieces[:LONGEST]
     return {
@@ -124,12 +149,12 @@ def case(row: Any, end: str, scores: Mapping[str, float]) -> dict[str, Any]:
 
 
 def weight(piece: str, scores: Mapping[str, float]) -> float:
-    """Of several words between two spaces the one that says most."""
+    """Return the z of a piece between two spaces: of several words, the largest in size."""
     return max((scores.get(word, 0.0) for word in words(piece)), key=abs, default=0.0)
 
 
 def summary(table: pd.DataFrame, source_texts: Iterable[str], target_texts: Iterable[str], seed: int = 0) -> dict[str, Any]:
-    """What the story rests on: the words' weights by tenths of the index, correlations, and how many texts sit at the ends.
+    """Return the words' z by tenths of the index, correlations, and how many texts are at the ends of the index's range.
 
     Texts with equal indexes fall into tenths at random. `mean_weight` averages the mean z of each text's words; `target_words`
     and `source_words` are shares of words that are not neutral. Correlations are Spearman's, with 95 % intervals by Fisher's
@@ -137,14 +162,14 @@ def summary(table: pd.DataFrame, source_texts: Iterable[str], target_texts: Iter
     """
     check(table)
     scores = targetness(source_texts, target_texts)
-    found = [np.array([scores.get(word, 0.0) for word in words(text)] or [0.0]) for text in table["text"]]
+    weights = [np.array([scores.get(word, 0.0) for word in words(text)] or [0.0]) for text in table["text"]]
     figures = pd.DataFrame(
         {
             "index": table["index"].to_numpy(np.float64),
             "confidence": table["confidence"].to_numpy(np.float64),
-            "mean_weight": [values.mean() for values in found],
-            "target_words": [(values > 0).mean() for values in found],
-            "source_words": [(values < 0).mean() for values in found],
+            "mean_weight": [values.mean() for values in weights],
+            "target_words": [(values > 0).mean() for values in weights],
+            "source_words": [(values < 0).mean() for values in weights],
         }
     )
     shuffled = figures.iloc[np.random.default_rng(seed).permutation(len(figures))].sort_values("index", kind="stable")
@@ -166,6 +191,7 @@ def summary(table: pd.DataFrame, source_texts: Iterable[str], target_texts: Iter
 
 
 def correlation(one: pd.Series, other: pd.Series) -> dict[str, Any] | None:
+    """Return Spearman's correlation with a 95 % interval, or None where one of the two does not vary."""
     if one.nunique() < 2 or other.nunique() < 2 or len(one) < 5:
         return None
     rho = float(stats.spearmanr(one, other).statistic)
@@ -175,14 +201,20 @@ def correlation(one: pd.Series, other: pd.Series) -> dict[str, Any] | None:
 
 
 def check(table: pd.DataFrame) -> None:
-    """Refuse a table of another method's run, or an empty one."""
+    """Check that a table is of a run of MTEM, with at least two texts.
+
+    Raises
+    ------
+    RequestError
+        If it is not.
+    """
     if missing := [name for name in ("text", "index", "prediction", "confidence") if name not in table]:
-        raise RequestError(f"the table of target texts has no column '{missing[0]}'; a finished run of the method mtem is wanted")
+        raise RequestError(f"the table of target texts has no column '{missing[0]}'; expected a finished run of the method mtem")
     if len(table) < 2:
-        raise RequestError(f"the table has {len(table)} texts; at least two are needed for a smallest and a largest index")
+        raise RequestError(f"expected at least two texts for a smallest and a largest index, got {len(table)}")
 
 
-# ---------------------------------------------------------------------- to look at
+# ---------------------------------------------------------------------- HTML and Markdown
 
 _STYLE = """\
 .mtem-cases { font: 16px/1.55 system-ui, sans-serif; color: #1c1c1c; max-width: 52rem; margin: auto; padding: 1rem }
@@ -198,16 +230,16 @@ _COLOURS = {"target": "241, 143, 47", "source": "70, 130, 200"}
 _TITLES = {"smallest": "The smallest entropy indexes", "largest": "The largest entropy indexes"}
 
 
-def to_html(found: Sequence[Mapping[str, Any]]) -> str:
-    """A page of its own, without anything from elsewhere; every text is escaped."""
+def to_html(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return a self-contained HTML page; every text is escaped."""
     parts = []
-    for end in dict.fromkeys(entry["end"] for entry in found):
+    for end in dict.fromkeys(entry["end"] for entry in entries):
         parts.append(f"<h2>{html.escape(_TITLES[end])}</h2>")
-        for entry in (entry for entry in found if entry["end"] == end):
-            told = f"index <b>{entry['index']:.2f}</b>, predicted <b>{html.escape(entry['prediction'])}</b>"
+        for entry in (entry for entry in entries if entry["end"] == end):
+            header = f"index <b>{entry['index']:.2f}</b>, predicted <b>{html.escape(entry['prediction'])}</b>"
             text = " ".join(marked(word["word"], word["weight"]) for word in entry["words"]) + (" …" if entry["cut"] else "")
             parts.append(
-                f'<article><header>{told} (confidence {entry["confidence"]:.2f})</header>\n<p dir="auto">{text}</p></article>'
+                f'<article><header>{header} (confidence {entry["confidence"]:.2f})</header>\n<p dir="auto">{text}</p></article>'
             )
     legend = f"{marked('word', STRONGEST)} belongs to the target domain, {marked('word', -STRONGEST)} to the source, the deeper "
     legend += f"the colour the more clearly (odds {MARKED:g} times as high at least, {THRESHOLD:g} standard errors apart)."
@@ -220,6 +252,7 @@ def to_html(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def marked(word: str, z: float) -> str:
+    """Return a word as HTML, coloured by its z."""
     if not z:
         return html.escape(word)
     side = "target" if z > 0 else "source"
@@ -228,10 +261,10 @@ def marked(word: str, z: float) -> str:
     return f'<mark class="{side}" style="{style}" title="z = {z:.1f}">{html.escape(word)}</mark>'
 
 
-def to_markdown(found: Sequence[Mapping[str, Any]]) -> str:
-    """A table; the target's words are bold, the source's in italics."""
+def to_markdown(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table; the target's words are bold, the source's in italics."""
     lines = ["| index | predicted | text (**the target's words**, *the source's*) |", "|---|---|---|"]
-    for entry in found:
+    for entry in entries:
         text = " ".join(_stressed(word["word"], word["weight"]) for word in entry["words"]) + (" …" if entry["cut"] else "")
         lines.append(f"| {entry['index']:.2f} | {_plain(entry['prediction'])} ({entry['confidence']:.2f}) | {text} |")
     return "\n".join(lines) + "\n"
@@ -246,7 +279,7 @@ def _plain(text: str) -> str:
     return html.escape(re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", text), quote=False)
 
 
-# ---------------------------------------------------------------------- the run behind it
+# ---------------------------------------------------------------------- the run
 
 
 def reproduce(
@@ -262,19 +295,37 @@ def reproduce(
     progress: Progress | None = None,
     **given: Any,
 ) -> dict[str, Any]:
-    """Adapt to a domain of the Amazon reviews; write results/cases/TARGET.json and return what is in it.
+    """Adapt to a domain of the Amazon reviews; write results/cases/TARGET.json and return its content.
 
-    The terms of Theorem 3 for the same run go to results/theory/bound-TARGET.json. Where the cases are there already, nothing is
-    run. `name`: what the files call the model. `given`: settings of the adaptation, on top of the recommended preset; `texts`
-    and `attacked` are those of `bound.bound`.
+    The terms of Theorem 3 for the same run are written to results/theory/bound-TARGET.json. If the cases exist, nothing is run.
+
+    Parameters
+    ----------
+    data
+        The Amazon reviews, as ``mtem data prepare`` has written them.
+    results
+        The folder of results.
+    target, seed
+        The target domain, and the seed of the split and the run.
+    model, device
+        As for ``mtem adapt``.
+    name
+        What the files call the model.
+    count
+        Number of texts at each end.
+    progress
+        Where to report.
+    **given
+        Settings of the adaptation; ``texts`` and ``attacked`` are those of `bound.bound`.
     """
-    place = results / "cases" / f"{target}.json"
-    if place.exists():
-        return read_json(place)
+    path = results / "cases" / f"{target}.json"
+    if path.exists():
+        known: dict[str, Any] = read_json(path)
+        return known
     limits = {name: given.pop(name) for name in ("texts", "attacked") if name in given}
-    there = splits.read("amazon", data, target, "mixed")
-    source = load_corpus(there.sources, labeled=True)
-    unlabeled = load_corpus(splits.divide(there, seed).unlabeled, labeled=False, name="target", domain=target)
+    read = splits.read("amazon", data, target, "mixed")
+    source = load_corpus(read.sources, labeled=True)
+    unlabeled = load_corpus(splits.divide(read, seed).unlabeled, labeled=False, name="target", domain=target)
     chosen = {"frozen_layers": 0, "seed": seed, "device": device, **given}
     adapted = adapt(source, unlabeled, model=model, progress=progress, **chosen)
     record, table = adapted.record, adapted.indexes
@@ -292,5 +343,5 @@ def reproduce(
     write_json(results / "theory" / f"bound-{target}.json", {**terms, **about})
     result = {"cases": cases(table, *texts, count=count), "summary": summary(table, *texts), **about}
     result["indexes"] = [round(float(index), 4) for index in table.sort_values("row")["index"]]  # of all texts, in their order
-    write_json(place, result)
+    write_json(path, result)
     return result

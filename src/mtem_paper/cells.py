@@ -1,4 +1,4 @@
-"""A cell: one method on one target with one seed, and the file that says what came of it."""
+"""A cell: one variant on one target with one seed, and the file of its result."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from mtem.atomic import write_json
 # A cell's protocol is part of its address: the last of these numbers that changed what such a cell computes. To change the rules,
 # or the default of a setting, add a number and say which cells it concerns; the others stay where they are.
 #   1  all cells
-#   2  candidates are judged with the bias of the assumed class shares, as they are shipped; of the labeled target texts every
-#      method sees the same number in a step (target_labeled_share=0.5)
+#   2  candidates are evaluated with the bias of the assumed class shares, as the model is saved; every method sees the same
+#      number of labeled target texts in a step (target_labeled_share=0.5)
 SEMI_SUPERVISED = "semi-supervised"
 PLACE = ("dataset", "model", "setting", "pool")
 
 
 def protocol_of(setting: str, prior: str, oracle: bool) -> int:
+    """Return the number of the rules that a cell is run under today."""
     return 2 if setting == SEMI_SUPERVISED or prior != "none" or oracle else 1
 
 
 def current_protocol(result: Mapping[str, Any]) -> int:
-    """What a result's protocol would be today."""
+    """Return the number of the rules that a result would be run under today."""
     return protocol_of(result["setting"], result["settings"].get("target_class_prior", "none"), result["oracle"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is to be run. Two cells of the same names but other settings have other addresses.
+    """A run to make. Cells with the same names but other settings have other addresses.
 
-    An address depends on settings that are not at their defaults and on no others, so a new setting moves no cell.
+    An address depends only on settings that are not at their defaults, so a new setting moves no cell.
     """
 
     dataset: str
@@ -43,26 +44,27 @@ class Cell:
     pool: str
     target: str
     seed: int
-    method: str  # a name, or the file of one
+    method: str  # a name, or the file of a method
     preset: str
     given: Mapping[str, Any]  # settings beside those of the preset
-    changed: Mapping[str, Any]  # settings that are not at their defaults, as far as they may change the outcome
-    factors: tuple[float, ...]  # the search: what the learning rate of the adaptation is multiplied by
+    changed: Mapping[str, Any]  # settings that are not at their defaults and may change the score
+    factors: tuple[float, ...]  # the search: factors of the adaptation's learning rate
     oracle: bool = False
-    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a rehearsal, which is no result
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a rehearsal, which is not a result
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Cells of one group share data, splits and theta_1."""
+        """The names that cells with the same data, splits and theta_1 share."""
         return self.dataset, self.model, self.setting, self.pool, self.target, str(self.seed)
 
     @property
     def protocol(self) -> int:
+        """The number of the rules that the cell is run under."""
         return protocol_of(self.setting, self.changed.get("target_class_prior", "none"), self.oracle)
 
     @property
     def address(self) -> Path:
-        """Where its file is, below the results' folder."""
+        """The path of its file, relative to the results' folder."""
         defining = {**dataclasses.asdict(self), "method": Path(self.method).name, "protocol": self.protocol}
         for name in ("preset", "given", *(() if self.overrides else ("overrides",))):  # in `changed`, as far as they matter
             del defining[name]
@@ -71,11 +73,12 @@ class Cell:
         return Path("cells", self.dataset, self.model, self.setting, self.pool, name)
 
     def __str__(self) -> str:
+        """Return how messages name the cell."""
         return f"{self.variant} {self.target} {self.seed} ({self.model}, {self.setting}, {self.pool})"
 
 
 def write(results: Path, cell: Cell, result: Mapping[str, Any]) -> Path:
-    """The cell's file, whole or not at all; what was told of an earlier failure is removed."""
+    """Write the cell's file atomically, remove the report of an earlier failure, and return the path."""
     path = results / cell.address
     write_json(path, result)
     failure_path(results, cell).unlink(missing_ok=True)
@@ -83,27 +86,30 @@ def write(results: Path, cell: Cell, result: Mapping[str, Any]) -> Path:
 
 
 def failure_path(results: Path, cell: Cell) -> Path:
+    """Return the path of the report of a failure."""
     return results / "failures" / cell.address.relative_to("cells").with_suffix(".txt")
 
 
-class Found(NamedTuple):
-    """What is under a folder of results, in the order of their names; no rehearsals."""
+class Results(NamedTuple):
+    """The cells of a folder of results, in the order of their file names, without rehearsals."""
 
     cells: list[dict[str, Any]]
-    """What tables show. Of two that differ in their settings alone the one that was finished last. Where the rules have changed
-    and less has been run under the new ones than there was before, all such cells of a place are the earlier ones."""
+    """The cells that tables show. Of two that differ only in their settings, the one that finished last. Where the rules have
+    changed and fewer cells of a place have been run under the new ones than under the old ones, the old ones are shown."""
     damaged: list[str]
-    """A line for each file that could not be read."""
+    """A message for each file that could not be read."""
     current: list[dict[str, Any]]
     """All cells that were run under the rules of today."""
 
 
 def read_all(results: Path) -> list[dict[str, Any]]:
+    """Return the cells that tables show."""
     return read(results).cells
 
 
-def read(results: Path) -> Found:
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+def read(results: Path) -> Results:
+    """Read all cells of a folder of results."""
+    latest: dict[tuple[Any, ...], dict[str, Any]] = {}
     damaged = []
     for path in sorted((Path(results) / "cells").glob("*/*/*/*/*.json")):
         try:
@@ -111,16 +117,16 @@ def read(results: Path) -> Found:
             key = *(cell[name] for name in (*PLACE, "variant", "target", "seed")), cell["protocol"]
             if cell["protocol"] > current_protocol(cell) or cell["overrides"]:
                 continue
-            if key not in found or found[key]["finished"] < cell["finished"]:
-                found[key] = cell
+            if key not in latest or latest[key]["finished"] < cell["finished"]:
+                latest[key] = cell
         except (OSError, ValueError, KeyError, TypeError) as error:
             damaged.append(f"{path}: not a readable cell ({type(error).__name__}: {error}); remove it and run it again")
-    cells = list(found.values())
-    return Found(_shown(cells), damaged, [cell for cell in cells if cell["protocol"] == current_protocol(cell)])
+    cells = list(latest.values())
+    return Results(_shown(cells), damaged, [cell for cell in cells if cell["protocol"] == current_protocol(cell)])
 
 
 def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Earlier and later rules are never mixed in one place."""
+    """Return the cells to show: earlier and later rules are never mixed in one place."""
     counts: dict[tuple[Any, ...], dict[int, int]] = {}
     for cell in cells:
         if (today := current_protocol(cell)) > 1:

@@ -1,4 +1,4 @@
-"""What runs say of themselves without labels, beside the truth: how right they are, and which weights are best."""
+"""What runs report about themselves without labels, compared with the truth: estimated accuracies and chosen weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtem_paper import protocol
+from mtem_paper.formatting import blank_repeats, digits, percent, table
 from mtem_paper.statistics import Cell
-from mtem_paper.tables import GENERAL, SETTINGS, TITLES, digits, markdown, of, once, places, told_place
+from mtem_paper.tables import at, places
 
 
 @dataclass(frozen=True)
@@ -18,15 +20,15 @@ class Honesty:
     error: float
     """Mean of |estimate - truth|."""
     bias: float
-    """Mean of estimate - truth: above 0, it promised too much."""
+    """Mean of estimate - truth: above 0, the estimate was too high."""
     inside: float
-    """Share of the truths inside the interval."""
+    """Share of the cells with the truth inside the interval."""
     width: float
     """Mean width of the interval."""
 
 
 def honesty(cells: Sequence[Cell]) -> Honesty | None:
-    """Of the cells whose estimate rests on models that had not seen what they were tested on."""
+    """Compare estimates with the truth, in cells whose interval rests on left-out models; None without such cells."""
     gaps, inside, widths = [], [], []
     for cell in cells:
         if estimated(cell):
@@ -41,7 +43,7 @@ def honesty(cells: Sequence[Cell]) -> Honesty | None:
 
 
 def estimated(cell: Cell) -> bool:
-    """Whether the cell's estimate was made as estimation.py makes it now."""
+    """Return whether the cell's estimate was made with left-out models, as it is today."""
     return bool((cell.get("estimate") or {}).get("left_out"))
 
 
@@ -63,7 +65,7 @@ class Selection:
 
 
 def selection(cells: Sequence[Cell]) -> Selection | None:
-    """Over the cells in which there was something to choose."""
+    """Compare ways of choosing, in the cells with several candidates; None without such cells."""
     cells = [cell for cell in cells if cell.get("target_selected") and sum(len(run["candidates"]) for run in cell["search"]) > 1]
     if not cells:
         return None
@@ -80,61 +82,48 @@ def selection(cells: Sequence[Cell]) -> Selection | None:
 # ---------------------------------------------------------------------- tables
 
 
-def _groups(cells: Sequence[Cell]) -> list[tuple[list[str], list[Cell]]]:
-    """Cells without oracles by dataset, model, pool and setting: all methods that adapt, and MTEM."""
+def _groups(cells: Sequence[Cell]) -> list[tuple[str, list[Cell], list[Cell]]]:
+    """Return the cells of each place without oracles: all methods of the general comparison, and MTEM."""
+    general = protocol.in_group(protocol.GENERAL)
     groups = []
-    for dataset in TITLES:
-        for model, pool in places(cells, dataset):
-            for setting in SETTINGS:
-                found = of(cells, dataset=dataset, model=model, pool=pool, setting=setting)
-                found = [cell for cell in found if not cell["oracle"] and cell["variant"] in GENERAL]
-                where = told_place((dataset, model, pool, setting))
-                groups += [([where, "all"], found), ([where, "MTEM"], of(found, variant="mtem"))]
+    for place in places(cells):
+        methods = [cell for cell in at(cells, place) if not cell["oracle"] and cell["variant"] in general]
+        groups.append((place.title, methods, [cell for cell in methods if cell["variant"] == "mtem"]))
     return groups
 
 
+def without_estimate(cells: Sequence[Cell]) -> tuple[int, int]:
+    """Return how many runs have no estimate made with left-out models, and of how many."""
+    counted = [cell for _, methods, _ in _groups(cells) for cell in methods]
+    return sum(not estimated(cell) for cell in counted), len(counted)
+
+
 def estimates(cells: Sequence[Cell]) -> str:
-    rows, counted = [], []
-    for (where, methods), found in _groups(cells):
-        assumed = [cell for cell in found if cell["settings"].get("target_class_prior", "none") != "none"]
-        groups = {methods: found}
-        if methods == "all":
-            counted += found
-        if methods == "all" and assumed:
-            groups = {"all, class shares assumed": assumed, "all, uncorrected": [cell for cell in found if cell not in assumed]}
+    """Return a table of the estimates' errors, apart for runs with and without assumed class shares."""
+    rows = []
+    for where, methods, mtem in _groups(cells):
+        assumed = [cell for cell in methods if cell["settings"].get("target_class_prior", "none") != "none"]
+        groups = {"all": methods, "MTEM": mtem}
+        if assumed:
+            plain = [cell for cell in methods if cell not in assumed]
+            groups = {"all, class shares assumed": assumed, "all, uncorrected": plain, "MTEM": mtem}
         for name, part in groups.items():
-            honest = honesty(part)
-            if honest:
-                inside = f"{100 * honest.inside:.0f} %"
-                errors = digits(honest.error), digits(honest.bias, sign=True)
-                rows.append([where, name, str(honest.cells), *errors, inside, digits(honest.width, 2)])
-    if not rows:
-        return ""
-    without = sum(not estimated(cell) for cell in counted)
-    said = (
-        "A run estimates its accuracy on the target without labels. The mean error is the estimate less the accuracy on the test "
-        "set: above 0, it promised too much. A 95 % interval should hold the truth in about 95 % of the runs, and should be no "
-        "wider than that takes. Its width comes from models that have not seen what they are tested on: unsupervised, each is "
-        "trained without one source domain; with labeled target texts, without a part of these. A change was needed, as was seen "
-        "in earlier versions of this table; nothing is fitted to it."
-    )
-    if without:
-        said += f" {without} of {len(counted)} runs were made before such intervals existed, and are left out."
+            result = honesty(part)
+            if result:
+                errors = digits(result.error), digits(result.bias, sign=True)
+                rows.append([where, name, str(result.cells), *errors, percent(result.inside), digits(result.width, 2)])
     header = ["where", "methods", "runs", "mean size of the error", "mean error", "truth inside the interval", "its mean width"]
-    return f"## Is the estimate honest?\n\n{said}\n\n{markdown(header, once(rows))}"
+    return table(header, blank_repeats(rows))
 
 
 def choices(cells: Sequence[Cell]) -> str:
+    """Return a table of the mean scores of four ways to choose the weights."""
     rows = []
-    for where, found in _groups(cells):
-        picked = selection(found)
-        if picked:
-            scores = (picked.source, picked.last, picked.chosen, picked.target)
-            rows.append([*where, str(picked.cells), *map(digits, scores), f"{100 * picked.harmed:.0f} %"])
-    said = (
-        "Mean scores of four ways to choose: the model before adaptation, the last weights of the first rate, the weights that "
-        "the label-free criterion picks among all candidates of the search (what the tables show), and those that target labels "
-        "would pick, which nobody has.\n"
-    )
+    for where, methods, mtem in _groups(cells):
+        for name, part in (("all", methods), ("MTEM", mtem)):
+            result = selection(part)
+            if result:
+                scores = (result.source, result.last, result.chosen, result.target)
+                rows.append([where, name, str(result.cells), *map(digits, scores), percent(result.harmed)])
     header = ["where", "methods", "runs", "before", "last", "picked", "by target labels", "picked worse than before"]
-    return f"## What choosing without labels costs\n\n{said}\n{markdown(header, once(rows))}" if rows else ""
+    return table(header, blank_repeats(rows))

@@ -1,4 +1,4 @@
-"""`mtem reproduce`: the paper's experiments on your machine."""
+"""The command `mtem reproduce`: the paper's experiments. Nothing heavy is imported before the command runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from mtem.cli.console import parse_settings
 from mtem.errors import RequestError
 from mtem.progress import Progress
 
@@ -29,7 +30,7 @@ def reproduce(
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="What the results call the model, if --model is a directory.")] = None,
     data: Annotated[Path | None, typer.Option(help="The folder that 'mtem data prepare' has written.")] = None,
-    results: Annotated[Path, typer.Option(help="Folder for what is found, one file for each cell.")] = Path("results"),
+    results: Annotated[Path, typer.Option(help="Folder for the results, one file for each cell.")] = Path("results"),
     docs: Annotated[Path, typer.Option(help="Where the page of results is written.")] = Path("docs"),
     seeds: Annotated[
         str | None, typer.Option(help="With commas; without it the plan's: three for amazon, five for pheme.", show_default=False)
@@ -40,8 +41,8 @@ def reproduce(
     variants: Annotated[str | None, typer.Option(help="Rows of the table, with commas; a method of your own as NAME.py.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")] = "auto",
-    limit_seconds: Annotated[float | None, typer.Option(help="Begin no cell after so many seconds.", min=0)] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Say which cells are there and which are missing; run nothing.")] = False,
+    limit_seconds: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.", min=0)] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List which cells exist and which are missing; run nothing.")] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="For a rehearsal, which never counts as a result.")
     ] = None,
@@ -60,16 +61,21 @@ def reproduce(
     mtem reproduce page
     """
     if what not in WHAT:
-        raise RequestError(f"unknown experiment '{what}': there are {', '.join(WHAT)}")
+        raise RequestError(f"unknown experiment '{what}': expected one of {', '.join(WHAT)}")
     if set_ and what not in RUNS:
-        raise RequestError(f"--set: {what} cannot be rehearsed; {', '.join(RUNS)} can")
+        raise RequestError(f"--set: {what} cannot be rehearsed, only {', '.join(RUNS)}")
+    from mtem_paper import protocol
+
+    if dataset not in protocol.DATASETS:
+        raise RequestError(f"--dataset: unknown data set '{dataset}', expected {' or '.join(protocol.DATASETS)}")
+    if what in (*SHOWN, "all"):
+        from mtem_paper.figures import require_matplotlib
+
+        require_matplotlib()
     progress = Progress(quiet=quiet)
     failed = False
-    model = model or {"pheme": "bigcn"}.get(dataset, "minilm")
+    model = model or protocol.DATASETS[dataset].default_model
     if what in (*RUNS, "all"):
-        from mtem.cli.console import parse_settings
-        from mtem_paper import protocol
-
         cells = protocol.plan(
             [name for name in RUNS if what in (name, "all")], dataset, model, protocol.model_name(model, model_name),
             seeds=None if seeds is None else numbers(seeds), targets=listed(targets), settings_=listed(settings),
@@ -81,13 +87,13 @@ def reproduce(
             show(results, cells)
             return
         failed = run(cells, results, needed(data, dataset), model, device, jobs, limit_seconds, progress)
-    reviews = what == "all" and dataset == "amazon"  # of which theory and cases are made
+    reviews = what == "all" and dataset == "amazon"  # theory and cases are made from them
     if what == "theory" or (reviews and not (results / "theory" / "convergence.json").exists()):
         from mtem_paper import theory
 
         theory.reproduce(needed(data, "amazon"), results, seeds=numbers(seeds or "0,1,2"), progress=progress)
     if what == "cases" or reviews:
-        from mtem_paper import cases, protocol
+        from mtem_paper import cases
 
         name = protocol.model_name(model, model_name)
         cases.reproduce(needed(data, "amazon"), results, model=model, name=name, device=device, progress=progress)
@@ -102,7 +108,7 @@ def reproduce(
 def run(
     cells: list[Cell], results: Path, data: Path, model: str, device: str, jobs: int, limit: float | None, progress: Progress
 ) -> bool:
-    """Run what is missing and say what came of it; whether anything failed."""
+    """Run the missing cells, print a summary, and return whether any failed."""
     from mtem import models
     from mtem.run.adapt import find_settings
     from mtem.training.devices import find_device
@@ -121,7 +127,7 @@ def run(
             f"stopped; {len(cells) - len(runner.missing(results, cells))} of {len(cells)} cells are in {results}", markup=False
         )
         raise
-    line = f"{summary.done} cells run, {summary.there} were there, {len(summary.failed)} failed, {summary.left} not begun"
+    line = f"{summary.done} cells run, {summary.existed} existed, {len(summary.failed)} failed, {summary.left} not started"
     out.print(f"{results}: {line}", markup=False)
     for cell, reason in summary.failed:
         out.print(f"failed: {cell}: {reason}", style="red", markup=False)
@@ -129,29 +135,45 @@ def run(
 
 
 def show(results: Path, cells: list[Cell]) -> None:
-    there = 0
+    """List which cells exist and which are missing."""
+    existing = 0
     for cell in cells:
-        found = (results / cell.address).is_file()
-        there += found
-        out.print(f"{'there  ' if found else 'missing'} {cell.address}", markup=False)
-    out.print(f"{there} of {len(cells)} cells are there", markup=False)
+        exists = (results / cell.address).is_file()
+        existing += exists
+        out.print(f"{'exists ' if exists else 'missing'} {cell.address}", markup=False)
+    out.print(f"{existing} of {len(cells)} cells exist", markup=False)
 
 
 def needed(data: Path | None, dataset: str) -> Path:
+    """Return the folder of the data.
+
+    Raises
+    ------
+    RequestError
+        If it was not given.
+    """
     if data is None:
         raise RequestError(
-            f"--data is needed: get the {dataset} data, turn it into files with 'mtem data prepare {dataset} --from PATH --to "
+            f"--data is missing: get the {dataset} data, turn it into files with 'mtem data prepare {dataset} --from PATH --to "
             "FOLDER', and give that FOLDER"
         )
     return data
 
 
-def listed(given: str | None) -> list[str] | None:
-    return None if given is None else [part.strip() for part in given.split(",") if part.strip()]
+def listed(text: str | None) -> list[str] | None:
+    """Return the parts between commas, or None."""
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
-def numbers(given: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Return the whole numbers between commas.
+
+    Raises
+    ------
+    RequestError
+        If a part is not a whole number.
+    """
     try:
-        return [int(part) for part in given.split(",")]
+        return [int(part) for part in text.split(",")]
     except ValueError:
-        raise RequestError(f"--seeds {given}: whole numbers with commas are wanted, as in 0,1,2") from None
+        raise RequestError(f"--seeds {text}: expected whole numbers with commas, as in 0,1,2") from None

@@ -1,8 +1,8 @@
-"""`mtem cost`: what a whole MTEM step costs with each engine, in time and memory, beside a plain fine-tuning step; and its error.
+"""Time, memory and error of a whole MTEM step with each engine, compared with a plain fine-tuning step.
 
-All steps see the same texts, the same labels, the same precision and attention kernel, no dropout, and end in the same AdamW
-update. Each engine takes turns with the plain step it is compared with, so that both see the same state of the machine. The error
-is that of the index gradient against second order in float32.
+All steps have the same texts, labels, precision and attention kernel, no dropout, and end with the same AdamW update. Each engine
+takes turns with the plain step it is compared with, so that both see the same state of the machine. The error is that of the
+index gradient against second order in float32.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from mtem.errors import RequestError
 from mtem.methods.base import Batch, Context
@@ -40,15 +40,15 @@ from mtem.training.devices import find_device, find_precision
 from mtem.training.settings import TrainingSettings
 from mtem.training.trainer import Trainer
 
-# "pieces 2": the source batch in two pieces; "v at theta": without the virtual step's own gradient (virtual_step=false)
+# "pieces 2": the source batch in two microbatches; "v at theta": without the virtual step's own gradient (virtual_step=false)
 ENGINES = ("plain", "layerwise", "layerwise, pieces 2", "layerwise, v at theta", "forward", "taylor", "second-order")
-# Shapes that need no weights: the cost does not depend on them.
-SHAPES = {
+# Shapes with random weights: the cost does not depend on them.
+SHAPES: dict[str, dict[str, int]] = {
     "bert-base": {},
     "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
 }
 RATE = 2e-5
-IN_A_ROW = {"cuda": 4}  # steps between two looks at the clock: a GPU is told what to do ahead of time, as in a run
+IN_A_ROW = {"cuda": 4}  # steps between two readings of the clock: a GPU's kernels are queued ahead, as in a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +74,11 @@ class Probe(Mtem):
     gradient: Tensor
 
     def sample_labels(self, logits: Tensor, temperature: float) -> Tensor:
+        """Return the given labels."""
         return self.labels
 
     def updated_index(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
+        """Keep the gradient, then move the indexes."""
         self.gradient = gradient.clone()
         return super().updated_index(index, gradient, number)
 
@@ -84,9 +86,16 @@ class Probe(Mtem):
 def measure(
     cases: Sequence[Case], progress: Progress | None = None, each: Callable[[list[dict[str, Any]]], None] = lambda rows: None
 ) -> list[dict[str, Any]]:
-    """One row for each case, with ratios against the plain step of the same batch, which comes before the others.
+    """Measure each case; return a row for each.
 
-    `each` gets the rows so far, after every one of them.
+    Parameters
+    ----------
+    cases
+        What to measure. Ratios are against the plain step of the same batch, which has to come before the others.
+    progress
+        Where to report.
+    each
+        Called with the rows so far, after every one of them.
     """
     progress = progress or Progress(quiet=True)
     rows: list[dict[str, Any]] = []
@@ -99,20 +108,21 @@ def measure(
                 plain[case.batch, case.length] = row["memory"]
             rows.append({**row, **ratios(row, plain.get((case.batch, case.length))), **about})
             each(rows)
-            progress.advance(number + 1, {"engine": case.engine, "batch": case.batch})
+            progress.advance(number + 1, cast("dict[str, float]", {"engine": case.engine, "batch": case.batch}))
     return rows
 
 
 def ratios(row: dict[str, Any], plain_memory: float | None) -> dict[str, float | None]:
+    """Return time and memory as multiples of the plain step's; None where a figure is missing."""
     known = "memory" in row and plain_memory is not None
     return {
         "time_ratio": row["seconds"] / row["plain_seconds"] if "seconds" in row else None,
-        "memory_ratio": max(1.0, row["memory"]) / max(1.0, plain_memory) if known else None,
+        "memory_ratio": max(1.0, row["memory"]) / max(1.0, plain_memory or 0.0) if known else None,
     }
 
 
 def apart(case: Case, one: Callable[[Case], dict[str, Any]] | None = None) -> dict[str, Any]:
-    """In a process of its own: the peak of a process's memory never comes down again."""
+    """Measure a case in a process of its own: the peak memory of a process never decreases."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(one or row_of, case).result()
@@ -121,6 +131,7 @@ def apart(case: Case, one: Callable[[Case], dict[str, Any]] | None = None) -> di
 
 
 def row_of(case: Case) -> dict[str, Any]:
+    """Measure a case in this process; a lack of memory is part of the row."""
     row: dict[str, Any] = dataclasses.asdict(case)
     try:
         row |= measured(case)
@@ -131,7 +142,7 @@ def row_of(case: Case) -> dict[str, Any]:
 
 
 def measured(case: Case, make: Callable[[Case, torch.device], Bench] | None = None) -> dict[str, Any]:
-    """Memory over two steps, then the time, in turn with plain steps, then the error of the first step's index gradient."""
+    """Measure memory over two steps, the time in turn with plain steps, and the error of the first step's index gradient."""
     make = make or Bench
     device = find_device(case.device)
     empty = resident()
@@ -141,11 +152,11 @@ def measured(case: Case, make: Callable[[Case, torch.device], Bench] | None = No
         torch.cuda.reset_peak_memory_stats()
     bench.step()
     gradient = None if case.engine == "plain" else bench.method.gradient
-    bench.step()  # has the optimizer's state from the start
+    bench.step()  # with the optimizer's state from the start
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident() - empty
     plain = [] if case.engine == "plain" else [make(dataclasses.replace(case, engine="plain"), device)]
     seconds = in_turn([bench, *plain], case.repeats)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "seconds": seconds[0], "plain_seconds": seconds[-1], "memory": memory, "parameters": bench.parameters,
         "cosine": None, "relative_error": None,
     }  # fmt: skip
@@ -153,11 +164,11 @@ def measured(case: Case, make: Callable[[Case, torch.device], Bench] | None = No
     gc.collect()
     if gradient is not None:
         exact = _exact(dataclasses.replace(case, engine="second-order", precision="fp32", repeats=0)).to(device)
-        found |= {
+        result |= {
             "cosine": float(torch.nn.functional.cosine_similarity(gradient, exact, dim=0)),
             "relative_error": float((gradient - exact).norm() / exact.norm()),
         }
-    return found
+    return result
 
 
 @functools.lru_cache(maxsize=1)
@@ -166,7 +177,7 @@ def _exact(case: Case) -> Tensor:
 
 
 class Bench:
-    """A model, a source and a target batch, and the step that a case asks for."""
+    """A model, a source and a target batch, and the step of a case."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(case.seed)
@@ -182,13 +193,13 @@ class Bench:
             self.method: Any = SourceOnly(model, SourceOnlySettings(), context)
         else:
             own = {field.name for field in dataclasses.fields(MtemSettings)}
-            settings = {name: value for name, value in PAPER.items() if name in own}
-            settings |= {"engine": case.engine.split(",")[0], "virtual_step": "at theta" not in case.engine}
-            settings["source_microbatches"] = 2 if "pieces 2" in case.engine else 1
-            self.method = Probe(model, MtemSettings(**settings), context)
+            chosen = {name: value for name, value in PAPER.items() if name in own}
+            chosen |= {"engine": case.engine.split(",")[0], "virtual_step": "at theta" not in case.engine}
+            chosen["source_microbatches"] = 2 if "pieces 2" in case.engine else 1
+            self.method = Probe(model, MtemSettings(**chosen), context)
             self.method.labels = target.labels
         model.eval()
-        model.train = lambda mode=True: model  # no dropout, whatever the method asks for
+        model.train = lambda mode=True: model  # type: ignore[method-assign]  # no dropout, whatever the method sets
         settings = TrainingSettings(max_grad_norm=0.0, schedule="constant", warmup_ratio=0.0)
         self.trainer = Trainer(
             self.method,
@@ -196,30 +207,33 @@ class Bench:
             name="cost",
             steps=1,
             learning_rate=RATE,
-            source=None,
+            source=cast(Any, None),
             target=None,
             progress=Progress(quiet=True),
         )
         self.source, self.target = source, Batch(target.inputs, None, target.rows)
 
     def batch(self, case: Case, model: TextModel, draw: torch.Generator) -> Batch:
-        size, words = (case.batch, case.length), model.network.config.vocab_size
+        """Return a batch of random texts and labels."""
+        size, words = (case.batch, case.length), int(cast(Any, model.network).config.vocab_size)
         ids = torch.randint(min(1000, words // 2), words, size, generator=draw)
         labels = torch.randint(2, (case.batch,), generator=draw)
         mask = torch.ones((1, 1), dtype=torch.long, device=self.device).expand(size)  # as `collate` makes it
         inputs = {"input_ids": ids.to(self.device), "attention_mask": mask}
-        return Batch(model.prepare(inputs), labels.to(self.device), torch.arange(case.batch, device=self.device))
+        return Batch(dict(model.prepare(inputs)), labels.to(self.device), torch.arange(case.batch, device=self.device))
 
     def step(self) -> None:
+        """Take one step."""
         self.method.step(0, self.source, self.target, self.trainer.update)
 
     def gradient(self) -> Tensor:
-        """The index gradient at the weights the model was made with."""
+        """Return the index gradient at the initial weights."""
         self.method.step(0, self.source, self.target, lambda loss, before_step=None, gradients=None: None)
-        return self.method.gradient
+        gradient: Tensor = self.method.gradient
+        return gradient
 
     def timed(self) -> float:
-        """Seconds of one step, over a few in a row."""
+        """Return the seconds of one step, measured over several in a row."""
         count = IN_A_ROW.get(self.device.type, 1)
         self.wait()
         begun = time.perf_counter()
@@ -229,37 +243,44 @@ class Bench:
         return (time.perf_counter() - begun) / count
 
     def wait(self) -> None:
+        """Wait until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def in_turn(benches: Sequence[Any], repeats: int) -> list[float]:
-    """Median seconds of a step of each, after one round that does not count."""
+    """Return the median seconds of a step of each, after one round that does not count."""
     rounds = [[bench.timed() for bench in benches] for _ in range(repeats + 1)][1:]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def make_model(case: Case) -> TextModel:
-    """The named encoder, or a shape drawn at random."""
+    """Return the named encoder, or a shape with random weights.
+
+    Raises
+    ------
+    RequestError
+        If the shape takes fewer tokens.
+    """
     if case.model not in SHAPES or Path(case.model).is_dir():
         return TextModel.create(case.model, ["0", "1"], max_length=case.length, attention=case.attention)
     config = AutoConfig.for_model("bert", num_labels=2, attn_implementation=case.attention, **SHAPES[case.model])
     if case.length > config.max_position_embeddings:
-        raise RequestError(f"length {case.length}: {case.model} takes {config.max_position_embeddings} tokens")
-    with torch.device(find_device(case.device)):  # drawn where it will be: a large model takes seconds on a CPU
-        network = AutoModelForSequenceClassification.from_config(config, attn_implementation=case.attention)
+        raise RequestError(f"--length {case.length}: {case.model} takes at most {config.max_position_embeddings} tokens")
+    with torch.device(find_device(case.device)):  # made on the device: a large model takes seconds on a CPU
+        network = AutoModelForSequenceClassification.from_config(config, attn_implementation=case.attention)  # type: ignore[no-untyped-call]
     tokenizer = types.SimpleNamespace(pad_token_id=0, mask_token_id=103, all_special_ids=[0, 100, 101, 102, 103])
-    return TextModel(network, tokenizer, case.length)
+    return TextModel(network, cast(PreTrainedTokenizerBase, tokenizer), case.length)
 
 
 def resident() -> int:
-    """The largest resident memory of this process so far, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return what the figures were measured on."""
     return {
         "machine": record.machine("cuda" if torch.cuda.is_available() else "cpu"),
         "cores": str(torch.get_num_threads()),
@@ -270,7 +291,7 @@ def machine() -> dict[str, Any]:
 
 
 def render(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """A table for people."""
+    """Print the rows as a table."""
     about = rows[0]
     console.print(
         f"{about['model']}, length {about['length']}, {about['precision']}, {about['attention']} attention, "
@@ -294,6 +315,7 @@ def render(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def cases(engines: Sequence[str], batches: Sequence[int], lengths: Sequence[int], **shared: Any) -> Iterator[Case]:
+    """Yield a case for each length, batch size and engine; `shared` are the other fields."""
     for length in lengths:
         for batch in batches:
             for engine in engines:

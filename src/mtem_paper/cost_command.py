@@ -1,4 +1,4 @@
-"""`mtem cost`."""
+"""The command `mtem cost`: parse, measure, print. Nothing heavy is imported before the command runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def cost(
     engines: Annotated[
         str | None,
         typer.Option(
-            help="Some of the rows, with semicolons; all without it: plain; layerwise (the engine that 'mtem adapt' takes unless "
-            "told otherwise); layerwise, pieces 2; layerwise, v at theta; forward; taylor; second-order."
+            help="Some of the rows, with semicolons; all without it: plain; layerwise (the default engine of 'mtem adapt'); "
+            "layerwise, pieces 2; layerwise, v at theta; forward; taylor; second-order."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "auto",
     attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
-    repeats: Annotated[int, typer.Option(help="Steps timed; the median counts.")] = 10,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows there.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Also draw time and memory against the batch size there (.svg).")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, texts and labels.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Number of timed steps; the median counts.")] = 10,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Also draw time and memory against the batch size (.svg).")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, texts and labels.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure time, memory and error of a step with each gradient engine.
@@ -44,27 +44,29 @@ def cost(
     """
     from mtem.atomic import atomic_write, write_json
     from mtem.training.devices import find_device, find_precision
-    from mtem_paper import cost as costs
-    from mtem_paper.figures import cost_figure
+    from mtem_paper import cost as measurements
+    from mtem_paper import figures
 
-    place = find_device(device)
-    exact = find_precision(precision, place)
-    named = {None: "fp32"}.get(exact) or {"bfloat16": "bf16", "float16": "fp16"}[str(exact).removeprefix("torch.")]
-    wanted = tuple(part.strip() for part in engines.split(";")) if engines else costs.ENGINES
-    unknown = [name for name in wanted if name not in costs.ENGINES]
+    if figure is not None:
+        figures.require_matplotlib()
+    chosen = find_device(device)
+    dtype = find_precision(precision, chosen)
+    name = {"None": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}[str(dtype)]
+    wanted = tuple(part.strip() for part in engines.split(";")) if engines else measurements.ENGINES
+    unknown = [engine for engine in wanted if engine not in measurements.ENGINES]
     if unknown:
-        raise RequestError(f"--engines {unknown[0]}: there are {'; '.join(costs.ENGINES)}")
-    wanted = ("plain", *(name for name in wanted if name != "plain"))  # what all others are measured against
+        raise RequestError(f"--engines {unknown[0]}: expected some of {'; '.join(measurements.ENGINES)}")
+    wanted = ("plain", *(engine for engine in wanted if engine != "plain"))  # the others are measured against it
     try:
         sizes = [int(size) for size in batch.split(",")]
     except ValueError:
-        raise RequestError(f"--batch {batch}: whole numbers with commas are wanted, as in 10,20,30") from None
+        raise RequestError(f"--batch {batch}: expected whole numbers with commas, as in 10,20,30") from None
     if min(sizes) < 2 or length < 4 or repeats < 1:
         raise RequestError("--batch must be at least 2, --length 4 and --repeats 1")
-    shared = {"model": model, "device": str(place), "precision": named, "attention": attention, "repeats": repeats, "seed": seed}
+    shared = {"model": model, "device": str(chosen), "precision": name, "attention": attention, "repeats": repeats, "seed": seed}
     keep = (lambda rows: write_json(json_file, rows)) if json_file is not None else (lambda rows: None)
-    rows = costs.measure(list(costs.cases(wanted, sizes, [length], **shared)), Progress(quiet=quiet), keep)
+    rows = measurements.measure(list(measurements.cases(wanted, sizes, [length], **shared)), Progress(quiet=quiet), keep)
     if figure is not None:
         with atomic_write(figure) as stream:
-            stream.write(cost_figure(rows).encode())
-    costs.render(rows, out)
+            stream.write(figures.cost_figure(rows).encode())
+    measurements.render(rows, out)

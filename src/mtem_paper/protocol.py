@@ -1,4 +1,8 @@
-"""What is compared with what: data sets, variants, experiments, and the cells that they come to. docs/protocol.md tells why."""
+"""What is compared with what: the data sets, the variants, the experiments, and the cells they are made of.
+
+``DATASETS`` and ``VARIANTS`` are the only places where a data set or a variant is described. Titles, columns, pools, the
+positive class, file names and the plan are derived from them. docs/protocol.md explains the choices.
+"""
 
 from __future__ import annotations
 
@@ -12,120 +16,285 @@ from typing import Any
 from mtem import methods, settings
 from mtem.errors import RequestError
 from mtem.run.adapt import find_settings
-from mtem_paper import splits
 from mtem_paper.cells import SEMI_SUPERVISED, Cell
 
 UNSUPERVISED = "unsupervised"
 SETTINGS = (UNSUPERVISED, SEMI_SUPERVISED)
 FACTORS = (1.0, 2.5)  # the search: learning rates of the adaptation, relative to the variant's own
-# What no score depends on, or what the search and the seed set.
+# Settings that no score depends on, or that the search and the seed set.
 FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "learning_rate", "seed")
 
-
-@dataclasses.dataclass(frozen=True)
-class Dataset:
-    targets: tuple[str, ...]
-    pools: tuple[str, ...]
-    score: str  # what is reported: "accuracy", or the class whose F1
-    given: Mapping[str, Any]  # settings of all its cells
-    seeds: tuple[int, ...]  # of the plan
-
-
-DATASETS = {
-    # On a CPU the encoder's lower layers would be frozen by default: a cell must not depend on the machine.
-    "amazon": Dataset(splits.AMAZON, ("mixed", "natural"), "accuracy", {"frozen_layers": 0}, (0, 1, 2)),
-    "pheme": Dataset(
-        tuple(event for event in splits.EVENTS if event != "germanwings-crash"), ("event",), "rumour", {}, (0, 1, 2, 3, 4)
-    ),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A row of a table."""
-
-    method: str
-    preset: str = "recommended"
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    oracle: bool = False  # trained on the labels of the unlabeled texts or, where nobody knows them, of the test set's other half
-    datasets: tuple[str, ...] = ("amazon", "pheme")
-    targets: tuple[str, ...] | None = None  # None: all
-
-
-SIZES = (10, 20, 30, 40, 50, 60)
-VARIANTS: dict[str, Variant] = {
-    "out": Variant("source-only"),
-    **{name: Variant(name) for name in ("dann", "fixmatch", "cst", "mme", "biat", "wind", "mtem")},
-    "mtem-paper": Variant("mtem", "paper"),
-    "out-as-is": Variant("source-only", given={"target_class_prior": "none"}, datasets=("pheme",)),
-    "mtem-as-is": Variant("mtem", given={"target_class_prior": "none"}, datasets=("pheme",)),
-    "oracle": Variant("source-only", oracle=True),
-    "oracle-as-is": Variant("source-only", given={"target_class_prior": "none"}, oracle=True, datasets=("pheme",)),
-    "mtem-without-meta": Variant("mtem", given={"meta": False}),
-    "mtem-without-annealing": Variant("mtem", given={"annealing": False}),
-    "mtem-without-sampling": Variant("mtem", given={"sampling": False}),
-    **{
-        f"mtem-{engine}-{size}": Variant(
-            "mtem", given={"engine": engine, "batch_size": size}, datasets=("amazon",), targets=("kitchen",)
-        )
-        for engine in ("taylor", "second-order", "layerwise")
-        for size in SIZES
-    },
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    variants: tuple[str, ...]
-    settings: tuple[str, ...] = SETTINGS
-    pools: tuple[str, ...] | None = None  # None: all of the data set
-
-
-EXPERIMENTS = {
-    "general": Experiment(
-        ("out", "mtem", "dann", "fixmatch", "cst", "mme", "biat", "wind", "mtem-paper", "out-as-is", "mtem-as-is", "oracle",
-         "oracle-as-is")
-    ),
-    "ablation": Experiment(
-        ("mtem", "mtem-without-meta", "mtem-without-annealing", "mtem-without-sampling"), (UNSUPERVISED,), ("mixed", "event")
-    ),
-    "batch-size": Experiment(tuple(name for name, v in VARIANTS.items() if v.targets), (UNSUPERVISED,), ("mixed",)),
-}  # fmt: skip
+# ---------------------------------------------------------------------- data sets
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What the plan has for a model; None: all."""
+    """The part of the experiments that the plan has for a model; None stands for all."""
 
     variants: tuple[str, ...] | None = None
     settings: tuple[str, ...] | None = None
     pools: tuple[str, ...] | None = None
 
 
-# The runs that the page of results expects; of another model it expects everything.
-PLANNED: dict[str, dict[str, Share]] = {
-    "amazon": {
-        "minilm": Share(),
-        "mpnet": Share(("out", "dann", "fixmatch", "cst", "mtem", "oracle"), (UNSUPERVISED,), ("mixed",)),
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A data set of the paper.
+
+    Parameters
+    ----------
+    title, measured
+        Its name, and the caption of its table.
+    domains
+        All domains; those that are not the target are the sources.
+    targets
+        The domains that are targets, in the order of the paper's columns.
+    pools
+        The sets of unlabeled examples to adapt to. Where they are in files of their own, the value of the field ``source`` that
+        each pool takes.
+    labeled_file, unlabeled_file
+        File names, with ``{domain}``. Without unlabeled files, the unlabeled examples are a part of the labeled ones.
+    threads
+        Whether an example is a thread of posts instead of a text.
+    positive
+        The class whose F1 is the score; None: the score is the accuracy.
+    default_model
+        The model of ``mtem reproduce`` without ``--model``.
+    given
+        Settings of all its cells.
+    seeds
+        Seeds of the plan.
+    planned
+        The runs that the page of results expects of each model; of any other model it expects everything.
+    oracle_labels
+        The target labels that the oracle is trained on.
+    """
+
+    title: str
+    measured: str
+    domains: tuple[str, ...]
+    targets: tuple[str, ...]
+    pools: Mapping[str, tuple[str, ...]]
+    labeled_file: str
+    unlabeled_file: str | None
+    threads: bool
+    positive: str | None
+    default_model: str
+    given: Mapping[str, Any]
+    seeds: tuple[int, ...]
+    planned: Mapping[str, Share]
+    oracle_labels: str
+
+    def place(self, model: str, pool: str, setting: str) -> str:
+        """Return the name of a place; the pool is named where there are several."""
+        return ", ".join([self.title, model, *([f"{pool} pool"] if len(self.pools) > 1 else []), setting])
+
+
+DATASETS: dict[str, Dataset] = {
+    "amazon": Dataset(
+        title="Amazon",
+        measured="accuracy on Amazon",
+        domains=("books", "dvd", "electronics", "kitchen"),
+        targets=("books", "dvd", "electronics", "kitchen"),
+        # "blitzer" is what `mtem data prepare` calls the unlabeled reviews of the original
+        pools={"mixed": ("fdu", "hatn"), "natural": ("fdu", "blitzer")},
+        labeled_file="{domain}.labeled.jsonl.gz",
+        unlabeled_file="{domain}.unlabeled.jsonl.gz",
+        threads=False,
+        positive=None,
+        default_model="minilm",
+        given={"frozen_layers": 0},  # on a CPU the default freezes lower layers: a cell must not depend on the machine
+        seeds=(0, 1, 2),
+        planned={
+            "minilm": Share(),
+            "mpnet": Share(("out", "dann", "fixmatch", "cst", "mtem", "oracle"), (UNSUPERVISED,), ("mixed",)),
+        },
+        oracle_labels="half of the test set",
+    ),
+    "pheme": Dataset(
+        title="PHEME",
+        measured="F1 of the class rumour on PHEME (the paper's TWITTER)",
+        domains=("charliehebdo", "ferguson", "germanwings-crash", "ottawashooting", "sydneysiege"),
+        targets=("charliehebdo", "ferguson", "ottawashooting", "sydneysiege"),
+        pools={"event": ()},
+        labeled_file="{domain}.jsonl.gz",
+        unlabeled_file=None,
+        threads=True,
+        positive="rumour",
+        default_model="bigcn",
+        given={},
+        seeds=(0, 1, 2, 3, 4),
+        planned={"bigcn": Share()},
+        oracle_labels="70 % of the event",
+    ),
+}
+
+# ---------------------------------------------------------------------- variants
+
+GROUPS = {"general": "general", "ablation": "ablation", "batch-size": "batch size"}  # experiment -> its title
+GENERAL, ABLATION, BATCH_SIZE = GROUPS
+ENGINES = ("taylor", "second-order", "layerwise")
+BATCH_SIZES = (10, 20, 30, 40, 50, 60)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A method with its settings: a row of a table.
+
+    Parameters
+    ----------
+    method
+        Name of the method, or the file of one.
+    name
+        What tables call it.
+    groups
+        The experiments it is part of.
+    preset, given
+        The method's preset, and settings beside those of the preset.
+    oracle
+        Whether it is trained on the labels of the unlabeled examples or, where these are unknown, of half of the test set.
+    uncorrected
+        Whether it assumes no class shares on any data set, as in the paper.
+    datasets, targets
+        Where it is run; ``targets=None`` stands for all.
+    """
+
+    method: str
+    name: str
+    groups: tuple[str, ...] = (GENERAL,)
+    preset: str = "recommended"
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    oracle: bool = False
+    uncorrected: bool = False
+    datasets: tuple[str, ...] = tuple(DATASETS)
+    targets: tuple[str, ...] | None = None
+
+    def title(self, setting: str) -> str:
+        """Return the name in a table of the setting: the source model has seen labeled target texts if there are any."""
+        source_model = self.method == "source-only" and not self.oracle
+        return f"In+{self.name}" if source_model and setting == SEMI_SUPERVISED else self.name
+
+
+def _as_is(method: str, name: str, oracle: bool = False) -> Variant:
+    """Return a variant without assumed class shares. On Amazon no variant assumes any."""
+    return Variant(method, name, given={"target_class_prior": "none"}, oracle=oracle, uncorrected=True, datasets=("pheme",))
+
+
+# In the order of the tables' rows.
+VARIANTS: dict[str, Variant] = {
+    "out": Variant("source-only", "Out"),
+    "out-as-is": _as_is("source-only", "Out (uncorrected)"),
+    "dann": Variant("dann", "DANN"),
+    "fixmatch": Variant("fixmatch", "FixMatch"),
+    "cst": Variant("cst", "CST"),
+    "mme": Variant("mme", "MME"),
+    "biat": Variant("biat", "BiAT"),
+    "wind": Variant("wind", "WIND"),
+    "mtem": Variant("mtem", "MTEM", groups=(GENERAL, ABLATION)),
+    "mtem-as-is": _as_is("mtem", "MTEM (uncorrected)"),
+    "mtem-paper": Variant("mtem", "MTEM (paper's settings)", preset="paper", uncorrected=True),
+    "oracle": Variant("source-only", "*oracle: target labels*", oracle=True),
+    "oracle-as-is": _as_is("source-only", "*oracle (uncorrected)*", oracle=True),
+    "mtem-without-meta": Variant("mtem", "w/o M: one index", (ABLATION,), given={"meta": False}),
+    "mtem-without-annealing": Variant("mtem", "w/o A: no annealing", (ABLATION,), given={"annealing": False}),
+    "mtem-without-sampling": Variant("mtem", "w/o S: no sampling", (ABLATION,), given={"sampling": False}),
+    **{
+        f"mtem-{engine}-{size}": Variant(
+            "mtem", f"MTEM, {engine}, batch {size}", (BATCH_SIZE,), given={"engine": engine, "batch_size": size},
+            datasets=("amazon",), targets=("kitchen",),
+        )
+        for engine in ENGINES
+        for size in BATCH_SIZES
     },
-    "pheme": {"bigcn": Share()},
+}  # fmt: skip
+
+
+def check(datasets: Mapping[str, Dataset], variants: Mapping[str, Variant]) -> None:
+    """Check that the tables agree with each other; called at import.
+
+    Raises
+    ------
+    ValueError
+        If an entry is missing, empty or inconsistent.
+    """
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(message)
+
+    for key, dataset in datasets.items():
+        where = f"data set '{key}'"
+        texts = (dataset.title, dataset.measured, dataset.default_model, dataset.labeled_file, dataset.oracle_labels)
+        require(all(texts), f"{where}: title, measured, default_model, labeled_file and oracle_labels must not be empty")
+        require(bool(dataset.targets and dataset.pools and dataset.seeds), f"{where}: targets, pools and seeds must not be empty")
+        require(set(dataset.targets) <= set(dataset.domains), f"{where}: a target is not one of the domains")
+        require(dataset.default_model in dataset.planned, f"{where}: no plan for the default model {dataset.default_model}")
+        apart = dataset.unlabeled_file is not None
+        require(all(bool(sources) is apart for sources in dataset.pools.values()), f"{where}: pools do not fit unlabeled_file")
+        for model, share in dataset.planned.items():
+            for names, known in ((share.variants, variants), (share.settings, SETTINGS), (share.pools, dataset.pools)):
+                require(set(names or ()) <= set(known), f"{where}: plan of {model}: unknown name in {names}")
+    for key, variant in variants.items():
+        where = f"variant '{key}'"
+        require(bool(variant.name.strip()), f"{where}: no display name")
+        require(variant.method in methods.METHODS, f"{where}: unknown method '{variant.method}'")
+        require(bool(variant.groups) and set(variant.groups) <= set(GROUPS), f"{where}: unknown group in {variant.groups}")
+        require(bool(variant.datasets) and set(variant.datasets) <= set(datasets), f"{where}: unknown data set")
+        targets = {target for name in variant.datasets for target in datasets[name].targets}
+        require(variant.targets is None or set(variant.targets) <= targets, f"{where}: unknown target in {variant.targets}")
+    titles = [variant.name for variant in variants.values()]
+    repeated = sorted({title for title in titles if titles.count(title) > 1})
+    require(not repeated, f"two variants have the display name {repeated}")
+
+
+check(DATASETS, VARIANTS)
+
+
+def in_group(group: str) -> tuple[str, ...]:
+    """Return the variants of an experiment, in the order of the table's rows."""
+    return tuple(name for name, variant in VARIANTS.items() if group in variant.groups)
+
+
+def find(variant: str) -> Variant:
+    """Return the entry of a variant; a method from a file (or the stem of its name, as in results) is one of its own."""
+    return VARIANTS[variant] if variant in VARIANTS else Variant(variant, Path(variant).stem)
+
+
+# ---------------------------------------------------------------------- experiments
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """The variants that are run side by side, in order, and where; None stands for all pools of the data set."""
+
+    variants: tuple[str, ...]
+    settings: tuple[str, ...] = SETTINGS
+    pools: tuple[str, ...] | None = None
+
+
+EXPERIMENTS = {
+    # The source model and MTEM first: the page needs them most, if time is short.
+    GENERAL: Experiment(tuple(sorted(in_group(GENERAL), key=lambda name: name not in ("out", "mtem")))),
+    ABLATION: Experiment(in_group(ABLATION), (UNSUPERVISED,), ("mixed", "event")),
+    BATCH_SIZE: Experiment(in_group(BATCH_SIZE), (UNSUPERVISED,), ("mixed",)),
 }
 
 
 def planned(dataset: str, model: str, pool: str, setting: str) -> dict[str, list[tuple[str, str]]]:
-    """For each experiment the variants and targets that are to be run."""
-    share = PLANNED[dataset].get(model, Share())
+    """Return the (variant, target) pairs that the plan has for a place, by experiment."""
+    share = DATASETS[dataset].planned.get(model, Share())
     if setting not in (share.settings or SETTINGS) or pool not in (share.pools or DATASETS[dataset].pools):
         return {}
     return {
         name: [
             (variant, target)
-            for variant in what.variants
+            for variant in experiment.variants
             for target in DATASETS[dataset].targets
-            if fits(variant, dataset, setting, target) and variant in (share.variants or what.variants)
+            if fits(variant, dataset, setting, target) and variant in (share.variants or experiment.variants)
         ]
-        for name, what in EXPERIMENTS.items()
-        if setting in what.settings and pool in (what.pools or (pool,)) and (name == "general" or share.variants is None)
+        for name, experiment in EXPERIMENTS.items()
+        if setting in experiment.settings
+        and pool in (experiment.pools or (pool,))
+        and (name == GENERAL or share.variants is None)
     }
 
 
@@ -142,22 +311,38 @@ def plan(
     variants: Sequence[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> list[Cell]:
-    """The cells of some experiments, group after group: seed by seed, unsupervised first, mixed pools first.
+    """Return the cells of some experiments: seed by seed, the unsupervised setting first, the data set's first pool first.
 
-    `name` is what the cells call the model; `overrides` are settings of a rehearsal.
+    Parameters
+    ----------
+    experiments
+        Names in ``EXPERIMENTS``.
+    dataset, model
+        A name in ``DATASETS``, and a model as for ``mtem adapt``.
+    name
+        What the cells call the model.
+    seeds, targets, settings_, pools, variants
+        Restrictions; None stands for what the plan has. A variant may be the file of a method.
+    overrides
+        Settings of a rehearsal, whose cells never count as results.
+
+    Raises
+    ------
+    RequestError
+        If a name or an override is unknown.
     """
     if dataset not in DATASETS:
-        raise RequestError(f"unknown data set '{dataset}': there are {' and '.join(DATASETS)}")
+        raise RequestError(f"unknown data set '{dataset}': expected {' or '.join(DATASETS)}")
     about = DATASETS[dataset]
-    for option, given, known in (
-        ("--targets", targets, about.targets), ("--settings", settings_, SETTINGS), ("--pools", pools, about.pools),
-        ("--variants", [each for each in variants or () if not each.endswith(".py")], VARIANTS),
+    for option, names, known in (
+        ("--targets", targets, about.targets), ("--settings", settings_, SETTINGS), ("--pools", pools, tuple(about.pools)),
+        ("--variants", [each for each in variants or () if not each.endswith(".py")], tuple(VARIANTS)),
     ):  # fmt: skip
-        if unknown := [each for each in given or () if each not in known]:
-            raise RequestError(f"{option} {unknown[0]}: for {dataset} there are {', '.join(known)}")
+        if unknown := [each for each in names or () if each not in known]:
+            raise RequestError(f"{option} {unknown[0]}: for {dataset}, expected some of {', '.join(known)}")
     for key, option in (("seed", "--seeds"), ("device", "--device")):
         if key in (overrides or {}):
-            raise RequestError(f"--set {key}: give {option}")
+            raise RequestError(f"--set {key}: use {option} instead")
     wanted: dict[tuple[str, str, str], None] = {}  # (setting, pool, variant), each once, in order
     for experiment in (EXPERIMENTS[each] for each in experiments):
         for setting in SETTINGS:
@@ -167,7 +352,8 @@ def plan(
                 for variant in experiment.variants if variants is None else variants:
                     wanted[setting, pool, variant] = None
     rows = {key[2]: row(dataset, model, name, key[2], overrides or {}) for key in wanted}
-    groups = sorted({key[:2] for key in wanted}, key=lambda each: (SETTINGS.index(each[0]), about.pools.index(each[1])))
+    order = list(about.pools)
+    groups = sorted({key[:2] for key in wanted}, key=lambda each: (SETTINGS.index(each[0]), order.index(each[1])))
     cells = [
         dataclasses.replace(rows[variant], setting=setting, pool=pool, target=target, seed=seed)
         for seed in (about.seeds if seeds is None else seeds)
@@ -177,43 +363,46 @@ def plan(
         if (targets is None or target in targets) and fits(variant, dataset, setting, target)
     ]
     if cells and (unused := set(overrides or {}).difference(*(cell.overrides for cell in rows.values()))):
-        raise RequestError(f"--set {sorted(unused)[0]}=...: no setting of the methods that are to be run")
+        raise RequestError(f"--set {sorted(unused)[0]}=...: not a setting of the methods to run")
     return cells
 
 
-def find(variant: str) -> Variant:
-    return Variant(variant) if variant.endswith(".py") else VARIANTS[variant]
-
-
 def fits(variant: str, dataset: str, setting: str, target: str) -> bool:
-    what = find(variant)
-    if methods.get(what.method).needs_target_labels and setting == UNSUPERVISED:
+    """Return whether a variant is run on a target in a setting."""
+    about = find(variant)
+    if methods.get(about.method).needs_target_labels and setting == UNSUPERVISED:
         return False
-    return dataset in what.datasets and (what.targets is None or target in what.targets)
+    return dataset in about.datasets and (about.targets is None or target in about.targets)
 
 
 def row(dataset: str, model: str, name: str, variant: str, overrides: Mapping[str, Any]) -> Cell:
-    """The cell of a variant, for any setting, pool, target and seed."""
-    what = find(variant)
-    known = settings.names(*map(type, find_settings(model, what.method, what.preset, {})))
+    """Return the cell of a variant, with setting, pool, target and seed left open."""
+    about = find(variant)
+    known = settings.names(*map(type, find_settings(model, about.method, about.preset, {})))
     own = {key: value for key, value in overrides.items() if key in known}
-    given = {**DATASETS[dataset].given, **what.given, **own}
-    parts = find_settings(model, what.method, what.preset, given)
-    found = settings.record(*parts)
-    given, own = ({key: found[key] for key in part} for part in (given, own))  # as they were understood: "4" is 4
+    given = {**DATASETS[dataset].given, **about.given, **own}
+    parts = find_settings(model, about.method, about.preset, given)
+    parsed = settings.record(*parts)
+    given, own = ({key: parsed[key] for key in part} for part in (given, own))  # "4" is 4
     changed = {key: value for key, value in settings.changed(*parts).items() if key not in FREE}
     if variant.endswith(".py"):
         changed["method_file"] = hashlib.sha256(Path(variant).read_bytes()).hexdigest()
         variant = Path(variant).stem
-    factors = FACTORS if what.method != "source-only" else (1.0,)
+    factors = FACTORS if about.method != "source-only" else (1.0,)
     return Cell(
-        dataset, name, variant, "", "", "", 0, what.method, what.preset, given, changed, factors, what.oracle, own
+        dataset, name, variant, "", "", "", 0, about.method, about.preset, given, changed, factors, about.oracle, own
     )  # fmt: skip
 
 
 def model_name(model: str, given: str | None) -> str:
-    """What cells call the model: a name that can be part of a path."""
+    """Return what cells call the model: a name that can be part of a path.
+
+    Raises
+    ------
+    RequestError
+        If the name has other characters than letters, digits, '-', '_' and '.'.
+    """
     name = given or (Path(model).resolve().name if os.path.isdir(model) else model.rsplit("/", 1)[-1])
     if not name or not all(letter.isalnum() or letter in "-_." for letter in name) or name.startswith("."):
-        raise RequestError(f"--model-name {name!r}: letters, digits, '-', '_' and '.' are wanted")
+        raise RequestError(f"--model-name {name!r}: expected letters, digits, '-', '_' and '.'")
     return name

@@ -1,12 +1,11 @@
-"""The figures others have published: the paper's Tables 1 to 5 with its misprints set right, and what was reached elsewhere."""
+"""Published figures: the paper's Tables 1 to 5 with corrected misprints, and results of other articles."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-AMAZON = ("books", "dvd", "electronics", "kitchen")
-EVENTS = ("charliehebdo", "ferguson", "ottawashooting", "sydneysiege")  # Cha., Fer., Ott., Syd.
-TARGETS = {"amazon": AMAZON, "pheme": EVENTS}
+from mtem_paper.protocol import BATCH_SIZES, DATASETS, ENGINES, SETTINGS, VARIANTS
 
 
 @dataclass(frozen=True)
@@ -14,19 +13,21 @@ class Row:
     """One method of a table."""
 
     variant: str
-    """Our name of it."""
+    """Our name of the method."""
     name: str
-    """The paper's name of it."""
+    """The paper's name of the method."""
     scores: tuple[float, ...]
-    """One for each target."""
+    """One score for each target of the data set."""
     mean: float
-    """Of the scores, rounded to three digits (half up)."""
+    """Mean of the scores, rounded to three digits (half up)."""
     correction: str = ""
     """What the paper prints instead of that mean."""
 
 
 @dataclass(frozen=True)
 class Table:
+    """One of the paper's tables, in one setting."""
+
     number: int
     dataset: str
     setting: str
@@ -35,14 +36,15 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def row(self, variant: str) -> Row | None:
+        """Return the row of a variant, or None."""
         return next((row for row in self.rows if row.variant == variant), None)
 
     def score(self, variant: str, target: str) -> float | None:
-        """Of a variant on a target; of the target "mean", the mean. None where the paper has no such figure."""
+        """Return the score of a variant on a target ("mean": the mean), or None where the paper has none."""
         row = self.row(variant)
         if row is None:
             return None
-        return row.mean if target == "mean" else row.scores[TARGETS[self.dataset].index(target)]
+        return row.mean if target == "mean" else row.scores[DATASETS[self.dataset].targets.index(target)]
 
 
 _TRUNCATED = "the mean is cut off rather than rounded"
@@ -120,10 +122,11 @@ AMAZON_ABLATION = Table(
     ("the row \"w/o A\" is the text's \"w/o T\"",),
 )  # fmt: skip
 
-TABLES = (PHEME_UNSUPERVISED, PHEME_SEMI, AMAZON_UNSUPERVISED, AMAZON_SEMI, PHEME_ABLATION, AMAZON_ABLATION)
+GENERAL = (PHEME_UNSUPERVISED, PHEME_SEMI, AMAZON_UNSUPERVISED, AMAZON_SEMI)
+ABLATION = (AMAZON_ABLATION, PHEME_ABLATION)
+TABLES = (*GENERAL, *ABLATION[::-1])
 
-# Table 5: accuracy on kitchen by batch size; None: out of memory.
-BATCH_SIZES = (10, 20, 30, 40, 50, 60)
+# Table 5: accuracy on kitchen by batch size (protocol.BATCH_SIZES); None: out of memory.
 BATCH_SIZE_SCORES: dict[str, tuple[float | None, ...]] = {
     "taylor": (0.873, 0.892, 0.914, 0.924, 0.935, 0.935),
     "second-order": (0.876, 0.897, 0.915, 0.927, None, None),
@@ -133,7 +136,7 @@ BATCH_SIZE_NOTES = (
     "batches of 10 and 20 end below the unadapted model (Out .895 in Table 2)",
 )
 
-# EncodedThreads of each event, rumours and all of them (Appendix D).
+# Threads of each event: rumours, and all of them (Appendix D).
 EVENT_SIZES = {
     "charliehebdo": (458, 2079),
     "ferguson": (284, 1143),
@@ -164,5 +167,32 @@ OUTSIDE = (
 
 
 def trivial_f1(rumours: int, threads: int) -> float:
-    """F1 of calling every thread a rumour: precision r/n, recall 1."""
+    """Return the F1 of predicting a rumour for every thread: precision r/n, recall 1."""
     return 2 * rumours / (rumours + threads)
+
+
+def check(tables: Sequence[Table], batch_size_scores: Mapping[str, Sequence[float | None]]) -> None:
+    """Check that published figures belong to data sets, targets and variants of the protocol; called at import.
+
+    Raises
+    ------
+    ValueError
+        If a row has no variant, or not one score for each column.
+    """
+    for table in tables:
+        where = f"Table {table.number}, {table.dataset}, {table.setting}"
+        if table.dataset not in DATASETS or table.setting not in SETTINGS:
+            raise ValueError(f"{where}: unknown data set or setting")
+        for row in table.rows:
+            if row.variant not in VARIANTS:
+                raise ValueError(f"{where}, row {row.name}: no variant '{row.variant}'")
+            if len(row.scores) != len(DATASETS[table.dataset].targets):
+                raise ValueError(f"{where}, row {row.name}: expected one score for each target, got {len(row.scores)}")
+    for engine, scores in batch_size_scores.items():
+        if engine not in ENGINES or len(scores) != len(BATCH_SIZES):
+            raise ValueError(f"Table 5, row {engine}: unknown engine, or not one score for each of {BATCH_SIZES}")
+    if unknown := set(EVENT_SIZES) - set(DATASETS["pheme"].domains):
+        raise ValueError(f"EVENT_SIZES: unknown events {sorted(unknown)}")
+
+
+check(TABLES, BATCH_SIZE_SCORES)

@@ -1,4 +1,4 @@
-"""Running cells: groups in processes of their own, every finished cell written at once, a failed one told and passed over."""
+"""Run cells, in several processes if asked: each finished cell is written at once, a failed one is reported and skipped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -25,24 +26,32 @@ from mtem.progress import Progress
 from mtem_paper import cells as files
 from mtem_paper.cells import Cell
 
+if TYPE_CHECKING:
+    from mtem_paper.search import Group
+
 SOURCE_MODELS = "source-models"  # below the results' folder
 
 
 class Outcome(NamedTuple):
+    """A cell that was run: its result, or the traceback of its failure."""
+
     cell: Cell
     result: dict[str, Any] | None
-    failure: str | None  # a traceback
+    failure: str | None
 
 
 @dataclasses.dataclass
 class Summary:
+    """How many cells were run, existed before, failed (with a message), or were not started."""
+
     done: int = 0
-    there: int = 0  # before
+    existed: int = 0
     failed: list[tuple[Cell, str]] = dataclasses.field(default_factory=list)
-    left: int = 0  # not begun
+    left: int = 0
 
 
 def missing(results: Path, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells that have no file yet."""
     return [cell for cell in cells if not (results / cell.address).is_file()]
 
 
@@ -57,13 +66,34 @@ def run(
     limit: float | None = None,
     progress: Progress | None = None,
 ) -> Summary:
-    """Run the cells that have no file yet. With one job everything is done in this process, else in `jobs` others."""
+    """Run the cells that have no file yet.
+
+    Parameters
+    ----------
+    cells
+        Cells of one data set and model, group after group.
+    results
+        The folder of the cells' files.
+    data, model, device
+        As for `search.Group`.
+    jobs
+        Number of processes; with one, everything runs in this process.
+    limit
+        Start no cell after this many seconds.
+    progress
+        Where to report.
+
+    Returns
+    -------
+    Summary
+        What was done and what failed.
+    """
     progress = progress or Progress(quiet=True)
     wanted = missing(results, cells)
-    summary = Summary(there=len(cells) - len(wanted), left=len(wanted))
+    summary = Summary(existed=len(cells) - len(wanted), left=len(wanted))
     deadline = time.time() + limit if limit is not None else float("inf")
     groups = [list(group) for _, group in itertools.groupby(wanted, key=lambda cell: cell.group)]
-    threads = max(1, min(torch.get_num_threads(), cores() // jobs))  # OMP_NUM_THREADS may say fewer
+    threads = max(1, min(torch.get_num_threads(), cores() // jobs))  # OMP_NUM_THREADS may ask for fewer
     solver = Solver(data, model, device, results / SOURCE_MODELS)
     if jobs > 1:
         outcomes = in_processes(groups, solver, jobs, threads, deadline)
@@ -84,25 +114,29 @@ def run(
                     temporary.write_text(outcome.failure, encoding="utf-8")
                 summary.failed.append((outcome.cell, f"{outcome.failure.strip().splitlines()[-1][:200]} ({path})"))
                 last = f"{outcome.cell} failed"
-            progress.advance(summary.done + len(summary.failed), {"failed": len(summary.failed), "last": last})
+            progress.advance(
+                summary.done + len(summary.failed), cast("dict[str, float]", {"failed": len(summary.failed), "last": last})
+            )
     return summary
 
 
 def cores() -> int:
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclasses.dataclass
 class Solver:
-    """Runs cells one after the other, and keeps what those of a group share."""
+    """Run cells one after the other, and keep what those of a group share."""
 
     data: Path
     model: str
     device: str
     source_models: Path
-    group: Any = None
+    group: Group | None = None
 
     def __call__(self, cell: Cell) -> Outcome:
+        """Run one cell; a failure is part of the outcome."""
         from mtem_paper import search
 
         try:
@@ -117,13 +151,16 @@ class Solver:
 
 
 def release() -> None:
-    """Give back what a finished run held: its parts refer to one another, and would stay until Python looks for such."""
+    """Free the memory of a finished run: its objects refer to each other."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def in_this_process(groups: Sequence[Sequence[Cell]], solver: Solver, threads: int, deadline: float) -> Iterator[Outcome]:
+def in_this_process(
+    groups: Sequence[Sequence[Cell]], solver: Solver, threads: int, deadline: float
+) -> Generator[Outcome, None, None]:
+    """Run the groups in this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -138,24 +175,27 @@ def in_this_process(groups: Sequence[Sequence[Cell]], solver: Solver, threads: i
 # ---------------------------------------------------------------------- several processes
 
 
-def in_processes(groups: Sequence[Sequence[Cell]], solver: Solver, jobs: int, threads: int, deadline: float) -> Iterator[Outcome]:
-    """A worker takes a group that nobody is at; when there is none left, it helps with the one that has most to do.
+def in_processes(
+    groups: Sequence[Sequence[Cell]], solver: Solver, jobs: int, threads: int, deadline: float
+) -> Generator[Outcome, None, None]:
+    """Run the groups in several processes.
 
-    Workers only compute: what they find is sent here and written here, so that nothing is half written when they are stopped.
+    A worker takes a group that no other works on; when none is left, it helps with the largest one. Workers only compute. Their
+    results are sent to this process and written here, so nothing is half written when they are stopped.
     """
     pending = deque(deque(group) for group in groups)
-    workers: dict[Connection, Any] = {}
-    at: dict[Connection, deque[Cell]] = {}  # what is left of the group that a worker is at
+    workers: dict[Connection, SpawnProcess] = {}
+    remaining: dict[Connection, deque[Cell]] = {}  # the rest of a worker's group
     busy: dict[Connection, Cell | None] = {}
 
     def more() -> bool:
-        return time.time() < deadline and bool(pending or any(at.values()))
+        return time.time() < deadline and bool(pending or any(remaining.values()))
 
     def hand_out(connection: Connection) -> None:
-        if more() and not at.get(connection):
-            at[connection] = pending.popleft() if pending else max(at.values(), key=len)
-        busy[connection] = at[connection].popleft() if more() else None
-        with contextlib.suppress(ConnectionError):  # a worker that has ended is met below
+        if more() and not remaining.get(connection):
+            remaining[connection] = pending.popleft() if pending else max(remaining.values(), key=len)
+        busy[connection] = remaining[connection].popleft() if more() else None
+        with contextlib.suppress(ConnectionError):  # a worker that has ended is handled below
             connection.send(busy[connection])
 
     try:
@@ -164,14 +204,14 @@ def in_processes(groups: Sequence[Sequence[Cell]], solver: Solver, jobs: int, th
                 connection, process = start(solver, threads)
                 workers[connection] = process
                 hand_out(connection)
-            for connection in wait(list(workers)):
+            for connection in cast("list[Connection]", wait(list(workers))):
                 try:
                     outcome = connection.recv()
                 except (EOFError, ConnectionError):
                     process = workers.pop(connection)
                     process.join()
-                    left = at.pop(connection, None)
-                    if left and not any(left is other for other in at.values()):
+                    left = remaining.pop(connection, None)
+                    if left and not any(left is other for other in remaining.values()):
                         pending.appendleft(left)
                     if (cell := busy.pop(connection)) is not None:
                         yield Outcome(cell, None, f"its process ended with exit code {process.exitcode}")
@@ -184,18 +224,19 @@ def in_processes(groups: Sequence[Sequence[Cell]], solver: Solver, jobs: int, th
             process.join()
 
 
-def start(solver: Solver, threads: int) -> tuple[Connection, Any]:
+def start(solver: Solver, threads: int) -> tuple[Connection, SpawnProcess]:
+    """Start a worker; return the connection to it and its process."""
     context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, solver, threads), daemon=True)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, solver, threads), daemon=True)
     process.start()
-    there.close()
-    return here, process
+    theirs.close()
+    return ours, process
 
 
 def serve(connection: Connection, solver: Solver, threads: int) -> None:
-    """Cells in, outcomes out; None says that there is none left."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this process
+    """Receive cells and send outcomes, until a None arrives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     while (cell := connection.recv()) is not None:
@@ -203,7 +244,7 @@ def serve(connection: Connection, solver: Solver, threads: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Without it, what a killed parent leaves behind would go on until its cell is done, for nobody."""
+    """End this process when its parent is killed, instead of finishing a cell that nothing receives."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,7 +1,7 @@
-"""One cell: the small search over learning rates, the choice without target labels, and what target labels say of it.
+"""Run one cell: the search over learning rates, the choice without target labels, and the scores on the test set.
 
-Labels of the test set are looked at here and nowhere below: `adapt` gets the source, the unlabeled target and, in the
-semi-supervised setting, the few labeled texts. The oracle is the exception, and says so.
+Labels of the test set are used only here, to score: `adapt` gets the source, the unlabeled target and, in the semi-supervised
+setting, the labeled target texts. The exception is the oracle, whose cells are marked as such.
 """
 
 from __future__ import annotations
@@ -20,40 +20,56 @@ import numpy as np
 from rich.console import Console
 
 from mtem import inference, methods, metrics, settings
+from mtem.data.corpus import Corpus
 from mtem.data.loading import load_corpus
 from mtem.errors import RunError
 from mtem.methods.base import Method
+from mtem.models.base import Model
 from mtem.progress import Progress
 from mtem.run.adapt import adapt, find_settings
 from mtem.run.record import machine, now
 from mtem.run.result import Adapted
 from mtem.training.weights import add_bias, clone, everything, load
 from mtem_paper import splits
-from mtem_paper.cells import Cell
-from mtem_paper.protocol import DATASETS, SEMI_SUPERVISED
+from mtem_paper.cells import SEMI_SUPERVISED, Cell
+from mtem_paper.protocol import DATASETS
 
-POINTS = 40  # of a history that are kept
+POINTS = 40  # lines of a history that are kept
 HISTORY = ("step", "temperature", "index_quantiles", "meta_loss", "target_loss", "source_loss")
 
 
 class Group:
-    """What the cells of one group share: corpora, the division, theta_1, which is also kept in the folder `source_models`."""
+    """The data, the splits and theta_1, which the cells of one group share.
+
+    Parameters
+    ----------
+    cell
+        Any cell of the group.
+    data
+        The folder of ``mtem data prepare``.
+    model, device
+        As for ``mtem adapt``.
+    source_models
+        The folder where theta_1 is kept.
+    """
 
     def __init__(self, cell: Cell, data: Path, model: str, device: str, source_models: Path) -> None:
         self.cell, self.model, self.device, self.source_models = cell, model, device, source_models
-        there = splits.read(cell.dataset, data, cell.target, cell.pool)
-        division = splits.divide(there, cell.seed)
-        self.source = load_corpus(there.sources, labeled=True)
+        target = splits.read(cell.dataset, data, cell.target, cell.pool)
+        division = splits.divide(target, cell.seed)
+        self.source = load_corpus(target.sources, labeled=True)
         self.target = load_corpus(division.unlabeled, labeled=False, name="target", domain=cell.target)
-        self.division, self.examples = division, len(there.examples)
-        self.few = self.all_labels = None
-        semi = cell.setting == SEMI_SUPERVISED
-        if semi:
-            self.few = load_corpus((division.few, division.target_labeled_labels), labeled=True, name="few", domain=cell.target)
+        self.division, self.examples = division, len(target.examples)
+        self.target_labeled: Corpus | None = None
+        self.all_labels: Corpus | None = None  # for the oracle
+        examples, labels = ([], []) if cell.setting != SEMI_SUPERVISED else (
+            division.target_labeled, division.target_labeled_labels
+        )  # fmt: skip
+        if examples:
+            self.target_labeled = load_corpus((examples, labels), labeled=True, name="target_labeled", domain=cell.target)
         if division.unlabeled_labels is not None:
-            known = division.unlabeled + (division.few if semi else [])
-            labels = division.unlabeled_labels + (division.target_labeled_labels if semi else [])
-            self.all_labels = load_corpus((known, labels), labeled=True, name="oracle", domain=cell.target)
+            known = division.unlabeled + examples, division.unlabeled_labels + labels
+            self.all_labels = load_corpus(known, labeled=True, name="oracle", domain=cell.target)
         self.test = load_corpus(division.test, labeled=False, name="test", domain=cell.target)
         self.classes = self.source.classes
         self.truth = np.array([self.classes.index(label) for label in division.truth])
@@ -62,41 +78,41 @@ class Group:
         self._begun: dict[str, Adapted | Exception] = {}
 
     def begin(self, cell: Cell) -> Adapted:
-        """theta_1, trained once: the same for all methods but those with a head of their own, and the oracle."""
-        kind = methods.get(cell.method)
-        own = kind.prepare_model.__func__ is not Method.prepare_model.__func__
+        """Return theta_1, trained once: the same for all methods except those with their own head, and the oracle."""
+        own = methods.get(cell.method).prepare_model.__func__ is not Method.prepare_model.__func__  # type: ignore[attr-defined]
         key = cell.variant if own or cell.oracle else ""
         if key not in self._begun:
             method = cell.method if own else "source-only"
             known = settings.names(*map(type, find_settings(self.model, method, "recommended", {})))
-            given = {**DATASETS[cell.dataset].given, **cell.overrides, "steps": 0, **alone(cell)}
+            given = {**DATASETS[cell.dataset].given, **cell.overrides, "steps": 0, **oracle_settings(cell)}
             given = {name: given[name] for name in given if name in known}
             try:
                 self._begun[key] = self.adapt(cell, method, given) if key else self.shared(cell, given)
-            except Exception as error:  # every cell that would begin there fails, and need not try again
+            except Exception as error:  # every cell that needs it fails without another try
                 self._begun[key] = error
-        found = self._begun[key]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        begun = self._begun[key]
+        if isinstance(begun, Exception):
+            raise begun
+        return begun
 
     def shared(self, cell: Cell, given: Mapping[str, Any]) -> Adapted:
-        """theta_1 from its folder; trained first, if it is not there. Trained again on a GPU it would not be quite the same."""
+        """Return theta_1 from its folder, trained first if needed: trained again on a GPU, it would differ slightly."""
         parts = find_settings(self.model, "source-only", "recommended", given)
-        defining = [cell.group, parts.record()]  # whatever the rules of the adaptation are
+        defining = [cell.group, parts.record()]  # independent of the rules of the adaptation
         digest = hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:8]
-        place = self.source_models.joinpath(*cell.group[:-2], f"{cell.target}-{cell.seed}-{digest}")
-        if not place.is_dir():
+        path = self.source_models.joinpath(*cell.group[:-2], f"{cell.target}-{cell.seed}-{digest}")
+        if not path.is_dir():
             trained = self.adapt(cell, "source-only", given)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=place.parent, prefix=".") as temporary:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
                 trained.save(Path(temporary, "run"))
-                with contextlib.suppress(OSError):  # another process was first: all go on with what it found
-                    Path(temporary, "run").rename(place)
-        return Adapted.load(place)
+                with contextlib.suppress(OSError):  # another process was first: all use its model
+                    Path(temporary, "run").rename(path)
+        return Adapted.load(path)
 
-    def adapt(self, cell: Cell, method: str, given: Mapping[str, Any], labeled: Any = None, **options: Any) -> Adapted:
-        known = self.all_labels if cell.oracle else self.few
+    def adapt(self, cell: Cell, method: str, given: Mapping[str, Any], labeled: Corpus | None = None, **options: Any) -> Adapted:
+        """Call `mtem.adapt` on the group's data; `labeled` replaces the labeled target texts."""
+        known = self.all_labels if cell.oracle else self.target_labeled
         return adapt(
             self.source, self.target, target_labeled=known if labeled is None else labeled, model=self.model,
             method=method, progress=Progress(Console(file=io.StringIO()), quiet=True),
@@ -104,13 +120,13 @@ class Group:
         )  # fmt: skip
 
 
-def alone(cell: Cell) -> dict[str, Any]:
-    """Nobody asks what an oracle, which knows the labels, estimates: it needs no models beside it."""
+def oracle_settings(cell: Cell) -> dict[str, Any]:
+    """Return settings of oracles: their accuracy is not estimated, so no left-out models are needed."""
     return {"left_out_models": 0} if cell.oracle else {}
 
 
 class Watch:
-    """An observer that scores every candidate on the test set, as the finished model would be, and keeps the history."""
+    """An observer that scores every candidate on the test set, as it would be saved, and keeps the history."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -118,7 +134,8 @@ class Watch:
         self.history: list[dict[str, Any]] = []
         self.tokens: Any = None
 
-    def __call__(self, line: dict[str, Any], model: Any) -> None:
+    def __call__(self, line: dict[str, Any], model: Model) -> None:
+        """Record one line of the run's history."""
         if line["stage"] == "adapt":
             self.history.append({name: line[name] for name in HISTORY if name in line})
         if line["stage"] != "evaluation":
@@ -130,21 +147,21 @@ class Watch:
         load(model, kept)
         self.candidates.append({"step": line["step"], "criterion_score": line["score"], "score": value})
 
-    def evaluate(self, model: Any) -> tuple[metrics.Metrics, np.ndarray]:
-        """Figures and predictions on the test set."""
+    def evaluate(self, model: Model) -> tuple[metrics.Metrics, np.ndarray]:
+        """Return metrics and predictions of a model on the test set."""
         if self.tokens is None:
             self.tokens = model.encode(self.group.test)
-        return judged(self.group, inference.compute_logits(model, self.tokens).logits)
+        return evaluate_logits(self.group, inference.compute_logits(model, self.tokens).logits)
 
 
-def headline(group: Group, found: metrics.Metrics) -> float:
-    """The figure that is reported."""
-    wanted = DATASETS[group.cell.dataset].score
-    return found.accuracy if wanted == "accuracy" else next(each.f1 for each in found.per_class if each.name == wanted)
+def headline(group: Group, result: metrics.Metrics) -> float:
+    """Return the score that is reported."""
+    positive = DATASETS[group.cell.dataset].positive
+    return result.accuracy if positive is None else next(each.f1 for each in result.per_class if each.name == positive)
 
 
 def solve(cell: Cell, group: Group) -> dict[str, Any]:
-    """Run the cell: one adaptation for each learning rate of the search, the one with the better criterion score wins."""
+    """Run the cell: one adaptation for each learning rate of the search; the best criterion score wins."""
     if cell.oracle and group.all_labels is None:
         return cross_fitted(cell, group)
     theta = group.begin(cell)
@@ -174,65 +191,82 @@ def solve(cell: Cell, group: Group) -> dict[str, Any]:
         search.append(entry)
     assert best is not None
     adapted, watch = best
-    return told(
+    return result_of(
         cell, group, theta, adapted.record, *watch.evaluate(adapted.model), watch, search, time.monotonic() - begun
     )  # fmt: skip
 
 
 def cross_fitted(cell: Cell, group: Group) -> dict[str, Any]:
-    """The oracle where nobody knows the labels of the unlabeled texts: each half of the test set is predicted by a model that was
-    trained on the sources and the labels of the other half."""
+    """Run the oracle where the labels of the unlabeled texts are unknown.
+
+    Each half of the test set is predicted by a model that was trained on the sources and the labels of the other half.
+    """
     begun = time.monotonic()
     division, count = group.division, len(group.truth)
-    draw = np.random.default_rng([cell.seed, 0x0AC1E])
-    half = splits.held_out(division.test_keys, division.truth, 0.5, draw)
+    random = np.random.default_rng([cell.seed, 0x0AC1E])
+    half = splits.held_out(division.test_keys, division.truth, 0.5, random)
     halves = half, np.setdiff1d(np.arange(count), half)
-    given = {**cell.given, "steps": 0, **alone(cell)}
-    scores = np.zeros((count, len(group.classes)), dtype=np.float32)
-    few = (division.few, division.target_labeled_labels) if group.few is not None else ([], [])
+    given = {**cell.given, "steps": 0, **oracle_settings(cell)}
+    logits = np.zeros((count, len(group.classes)), dtype=np.float32)
+    semi = group.target_labeled is not None
+    examples, labels = (division.target_labeled, division.target_labeled_labels) if semi else ([], [])
     for rows, others in (halves, halves[::-1]):
-        known = [division.test[i] for i in others] + few[0], [division.truth[i] for i in others] + few[1]
+        known = [division.test[i] for i in others] + examples, [division.truth[i] for i in others] + labels
         labeled = load_corpus(known, labeled=True, name="oracle", domain=cell.target)
         adapted = group.adapt(cell, cell.method, given, labeled, preset=cell.preset)
-        scores[rows] = inference.compute_logits(adapted.model, adapted.model.encode(group.test), rows).logits
+        logits[rows] = inference.compute_logits(adapted.model, adapted.model.encode(group.test), rows).logits
     watch = Watch(group)
-    found, predicted = judged(group, scores)
-    watch.candidates.append({"step": 0, "criterion_score": 0.0, "score": headline(group, found)})
+    result, predicted = evaluate_logits(group, logits)
+    watch.candidates.append({"step": 0, "criterion_score": 0.0, "score": headline(group, result)})
     search = [
         {
-            "settings": {}, "chosen_step": 0, "criterion_score": 0.0, "score": headline(group, found),
+            "settings": {}, "chosen_step": 0, "criterion_score": 0.0, "score": headline(group, result),
             "candidates": watch.candidates, "seconds": round(time.monotonic() - begun, 2),
         }
     ]  # fmt: skip
-    return told(cell, group, adapted, adapted.record, found, predicted, watch, search, time.monotonic() - begun)
+    return result_of(cell, group, adapted, adapted.record, result, predicted, watch, search, time.monotonic() - begun)
 
 
-def judged(group: Group, scores: np.ndarray) -> tuple[metrics.Metrics, np.ndarray]:
-    """Figures and predictions on the test set."""
-    predicted = scores.argmax(axis=1)
-    return metrics.evaluate(group.truth, predicted, group.classes, inference.probabilities(np.nan_to_num(scores))), predicted
+def evaluate_logits(group: Group, logits: np.ndarray) -> tuple[metrics.Metrics, np.ndarray]:
+    """Return metrics and predictions on the test set."""
+    predicted = logits.argmax(axis=1)
+    return metrics.evaluate(group.truth, predicted, group.classes, inference.probabilities(np.nan_to_num(logits))), predicted
 
 
-def told(
-    cell: Cell, group: Group, theta: Adapted, record: dict[str, Any], found: metrics.Metrics, predicted: np.ndarray, watch: Watch,
-    search: list[dict[str, Any]], seconds: float,
+def result_of(
+    cell: Cell, group: Group, theta: Adapted, record: dict[str, Any], evaluated: metrics.Metrics, predicted: np.ndarray,
+    watch: Watch, search: list[dict[str, Any]], seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """The cell's file."""
-    value = headline(group, found)
+    """Return the content of the cell's file.
+
+    Parameters
+    ----------
+    cell, group
+        The cell that was run, and its group.
+    theta, record
+        The source model, and the record of the chosen run.
+    evaluated, predicted
+        Metrics and predictions on the test set.
+    watch, search
+        The observer of the chosen run, and an entry for each run of the search.
+    seconds
+        Time of the cell.
+    """
+    value = headline(group, evaluated)
     chosen = next(number for number, entry in enumerate(search) if entry["candidates"] is watch.candidates)
     every = [(entry["score"], number, entry["step"]) for number, run in enumerate(search) for entry in run["candidates"]]
     every.append((value, chosen, record["selection"]["chosen_step"]))  # on a GPU the same weights need not score the same
     most = max(every, key=lambda each: each[0])
-    wanted = DATASETS[cell.dataset].score
-    figures = {
-        "accuracy": found.accuracy,
-        "macro_f1": found.macro_f1,
-        "f1": {each.name: each.f1 for each in found.per_class},
-        "average_precision": {each.name: each.average_precision for each in found.per_class},
+    positive = DATASETS[cell.dataset].positive
+    figures: dict[str, Any] = {
+        "accuracy": evaluated.accuracy,
+        "macro_f1": evaluated.macro_f1,
+        "f1": {each.name: each.f1 for each in evaluated.per_class},
+        "average_precision": {each.name: each.average_precision for each in evaluated.per_class},
     }
-    if wanted != "accuracy":
-        figures["trivial_f1"] = next(each.trivial_f1 for each in found.per_class if each.name == wanted)
-    result = {
+    if positive is not None:
+        figures["trivial_f1"] = next(each.trivial_f1 for each in evaluated.per_class if each.name == positive)
+    result: dict[str, Any] = {
         "dataset": cell.dataset, "model": cell.model, "variant": cell.variant, "method": methods.get(cell.method).name,
         "setting": cell.setting, "pool": cell.pool, "target": cell.target, "seed": cell.seed, "preset": cell.preset,
         "score": value,
@@ -248,7 +282,7 @@ def told(
         },
         "test": {
             "size": len(group.test), "fingerprint": fingerprint(group),
-            "rows": bits(group.division.test_rows, group.examples),  # which of the target's labeled examples
+            "rows": bits(group.division.test_rows, group.examples),  # among the target's labeled examples
         },
         "truth": "".join(map(str, group.truth)),
         "predictions": "".join(map(str, predicted)),
@@ -268,13 +302,14 @@ def told(
         "finished": now(),
     }  # fmt: skip
     if result["method"] == "mtem":
-        kept = np.unique(np.linspace(0, len(watch.history) - 1, POINTS).round().astype(int)) if watch.history else []
+        kept = np.unique(np.linspace(0, len(watch.history) - 1, POINTS).round().astype(int)) if watch.history else np.arange(0)
         result["history"] = [watch.history[number] for number in kept]
-    return json.loads(json.dumps(result, default=str))
+    plain: dict[str, Any] = json.loads(json.dumps(result, default=str))
+    return plain
 
 
 def fingerprint(group: Group) -> str:
-    """sha256 of the test texts in order."""
+    """Return the sha256 of the test texts in order."""
     digest = hashlib.sha256()
     for text in group.test.texts():
         digest.update(text.encode() + b"\0")
@@ -282,7 +317,7 @@ def fingerprint(group: Group) -> str:
 
 
 def bits(rows: list[int], count: int) -> str:
-    """Which of `count` rows are meant, one bit each, the first row the highest of the first hexadecimal digit."""
-    meant = np.zeros(count, dtype=bool)
-    meant[rows] = True
-    return np.packbits(meant).tobytes().hex()
+    """Return which of `count` rows are in `rows`, one bit each, as hexadecimal digits; the first row is the highest bit."""
+    chosen = np.zeros(count, dtype=bool)
+    chosen[rows] = True
+    return np.packbits(chosen).tobytes().hex()

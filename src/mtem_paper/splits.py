@@ -1,7 +1,7 @@
-"""Who sees what: the sources, the unlabeled texts of the target, its few labeled ones, its test set.
+"""The split of a target: the sources, its unlabeled examples, its labeled ones, its test set.
 
-`read` fetches the data of one target; `divide` is a pure function of that and the seed. The test set is the same whether or not
-the few labeled texts are given to a method.
+`read` loads the data of one target; `divide` is a pure function of these and the seed. The test set is the same whether or not
+the labeled examples of the target are given to a method.
 """
 
 from __future__ import annotations
@@ -18,112 +18,134 @@ import numpy as np
 from mtem.data.corpus import text_key
 from mtem.data.readers import read_rows
 from mtem.errors import RequestError
+from mtem_paper.protocol import DATASETS
 
-FEW = 100  # labeled target texts of the semi-supervised setting
+TARGET_LABELED = 100  # labeled target examples of the semi-supervised setting
 POOL = 5000  # unlabeled reviews at most
 TEST_SHARE = 0.3  # of an event's threads
-
-AMAZON = ("books", "dvd", "electronics", "kitchen")
-EVENTS = ("charliehebdo", "ferguson", "germanwings-crash", "ottawashooting", "sydneysiege")
-# pool -> which texts of the unlabeled files; "blitzer" is what `mtem data prepare` calls those of the original
-SOURCES = {"mixed": ("fdu", "hatn"), "natural": ("fdu", "blitzer")}
 
 _LINK = re.compile(r"https?://\S*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The data of one target: labeled examples (texts or threads) and, where it is apart from them, the unlabeled pool."""
+    """The data of one target: labeled examples (texts or threads) and, where it is in a file of its own, the unlabeled pool."""
 
     sources: dict[str, Path]
     examples: list[Any]
     labels: list[str]
-    keys: list[str]  # equal for examples that are the same text
+    keys: list[str]  # equal for examples with the same text
     pool: list[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    few: list[Any]
+    """The parts of a target's data for one seed."""
+
+    target_labeled: list[Any]
     target_labeled_labels: list[str]
     unlabeled: list[Any]
-    unlabeled_labels: list[str] | None  # for the oracle alone; None: nobody knows them
+    unlabeled_labels: list[str] | None  # for the oracle only; None: unknown
     test: list[Any]
     truth: list[str]
-    test_rows: list[int]  # which of the target's labeled examples they are
+    test_rows: list[int]  # row numbers of the test set among the target's labeled examples
     test_keys: list[str]
 
 
 def read(dataset: str, data: Path, target: str, pool: str) -> Target:
-    """The files of `mtem data prepare` in the folder `data` (or in its subfolder of the data set's name)."""
-    ending = ".labeled.jsonl.gz" if dataset == "amazon" else ".jsonl.gz"
-    domains = AMAZON if dataset == "amazon" else EVENTS
+    """Read the files of one target.
+
+    Parameters
+    ----------
+    dataset, target, pool
+        Names in ``protocol.DATASETS``.
+    data
+        The folder that ``mtem data prepare`` has written, or its parent.
+
+    Raises
+    ------
+    RequestError
+        If a file is missing, or has no texts of the pool.
+    """
+    about = DATASETS[dataset]
     folder = data / dataset if (data / dataset).is_dir() else data
-    wanted = [f"{domain}{ending}" for domain in domains] + ([f"{target}.unlabeled.jsonl.gz"] if dataset == "amazon" else [])
-    missing = [name for name in wanted if not (folder / name).is_file()]
+    labeled = {domain: folder / about.labeled_file.format(domain=domain) for domain in about.domains}
+    unlabeled = folder / about.unlabeled_file.format(domain=target) if about.unlabeled_file else None
+    missing = [path.name for path in (*labeled.values(), *([unlabeled] if unlabeled else [])) if not path.is_file()]
     if missing:
         raise RequestError(
-            f"{folder}: no {missing[0]} there; --data wants the folder that "
-            f"'mtem data prepare {dataset} --from PATH --to FOLDER' has written"
+            f"{folder}: file {missing[0]} is missing; --data expects the folder written by "
+            f"'mtem data prepare {dataset} --from PATH --to FOLDER'"
         )
-    sources = {domain: folder / f"{domain}{ending}" for domain in domains if domain != target}
-    rows = [record for _, record in read_rows(folder / f"{target}{ending}") if str(record.get("text", "thread")).strip()]
+    sources = {domain: path for domain, path in labeled.items() if domain != target}
+    rows = [record for _, record in read_rows(labeled[target]) if str(record.get("text", "thread")).strip()]
     labels = [str(record["label"]) for record in rows]
-    if dataset == "pheme":
+    if about.threads:
         threads = [{"id": record["id"], "nodes": record["nodes"]} for record in rows]
         return Target(sources, threads, labels, [text_key(_LINK.sub("", thread["nodes"][0]["text"])) for thread in threads])
     texts = [record["text"] for record in rows]
     keys = [text_key(text) for text in texts]
-    unlabeled = [record for _, record in read_rows(folder / f"{target}.unlabeled.jsonl.gz")]
-    known = set(keys)  # of the test set, too
-    chosen = [
+    return Target(sources, texts, labels, keys, _read_pool(unlabeled, about.pools[pool], pool, set(keys)) if unlabeled else None)
+
+
+def _read_pool(path: Path, sources: Sequence[str], pool: str, known: set[str]) -> list[str]:
+    """Return the unlabeled texts of a pool, without those whose key is known (labeled ones, the test set among them)."""
+    rows = [record for _, record in read_rows(path)]
+    texts = [
         record["text"]
-        for record in unlabeled
-        if record.get("source") in SOURCES[pool] and record["text"].strip() and text_key(record["text"]) not in known
+        for record in rows
+        if record.get("source") in sources and record["text"].strip() and text_key(record["text"]) not in known
     ]
-    found = Counter(str(record.get("source")) for record in unlabeled)
-    if not chosen or (pool == "mixed" and not found["hatn"]):
-        there = ", ".join(f"{name} {count}" for name, count in found.items())
+    counts = Counter(str(record.get("source")) for record in rows)
+    if not texts or (pool == "mixed" and not counts["hatn"]):
         raise RequestError(
-            f"{folder / target}.unlabeled.jsonl.gz: the pool '{pool}' wants texts of the sources {' and '.join(SOURCES[pool])}; "
-            f"there are {there}: leave it out with --pools"
+            f"{path}: the pool '{pool}' expects texts of the sources {' and '.join(sources)}, "
+            f"got {', '.join(f'{name} {count}' for name, count in counts.items())}; leave the pool out with --pools"
         )
-    return Target(sources, texts, labels, keys, chosen)
+    return texts
 
 
 def divide(target: Target, seed: int) -> Division:
-    """FEW labeled examples drawn among those that are there once; of the rest a stratified TEST_SHARE is the test set, or all
-    of it where the unlabeled texts are apart. The same text is never on two sides."""
-    draw = np.random.default_rng([seed, 0x7E57])
+    """Split a target's data; the same text is never in two parts.
+
+    ``TARGET_LABELED`` labeled examples are drawn among those that occur once. Of the rest, a stratified ``TEST_SHARE`` is the
+    test set, or all of it where the unlabeled texts have files of their own.
+    """
+    random = np.random.default_rng([seed, 0x7E57])
     times = Counter(target.keys)
     once = np.array([number for number, key in enumerate(target.keys) if times[key] == 1])
-    if len(once) < 2 * FEW:
-        raise RequestError(f"{len(once)} labeled target examples are too few: {FEW} of them are to be set apart")
-    few = np.sort(draw.permutation(once)[:FEW])
-    rest = np.setdiff1d(np.arange(len(target.keys)), few)
+    if len(once) < 2 * TARGET_LABELED:
+        raise RequestError(f"{len(once)} labeled target examples are not enough: expected at least {2 * TARGET_LABELED}")
+    labeled = np.sort(random.permutation(once)[:TARGET_LABELED])
+    rest = np.setdiff1d(np.arange(len(target.keys)), labeled)
+    unlabeled_labels: list[str] | None
     if target.pool is not None:
-        kept = np.sort(draw.permutation(len(target.pool))[:POOL])
+        kept = np.sort(random.permutation(len(target.pool))[:POOL])
         unlabeled, unlabeled_labels, test = [target.pool[i] for i in kept], None, rest
     else:
-        test = held_out([target.keys[i] for i in rest], [target.labels[i] for i in rest], TEST_SHARE, draw)
-        test, others = rest[test], np.setdiff1d(rest, rest[test])
+        held = held_out([target.keys[i] for i in rest], [target.labels[i] for i in rest], TEST_SHARE, random)
+        test, others = rest[held], np.setdiff1d(rest, rest[held])
         unlabeled, unlabeled_labels = [target.examples[i] for i in others], [target.labels[i] for i in others]
-    pick = lambda rows: ([target.examples[i] for i in rows], [target.labels[i] for i in rows])  # noqa: E731
-    return Division(*pick(few), unlabeled, unlabeled_labels, *pick(test), test.tolist(), [target.keys[i] for i in test])
+    return Division(
+        [target.examples[i] for i in labeled], [target.labels[i] for i in labeled],
+        unlabeled, unlabeled_labels,
+        [target.examples[i] for i in test], [target.labels[i] for i in test],
+        test.tolist(), [target.keys[i] for i in test],
+    )  # fmt: skip
 
 
-def held_out(keys: Sequence[str], labels: Sequence[str], share: float, draw: np.random.Generator) -> np.ndarray:
-    """Rows of about that share of every class, sorted; equal keys stay together and count for the class of the first."""
+def held_out(keys: Sequence[str], labels: Sequence[str], share: float, random: np.random.Generator) -> np.ndarray:
+    """Return sorted rows of about that share of every class; equal keys stay together and count for the class of the first."""
     members: dict[str, list[int]] = {}
     for row, key in enumerate(keys):
         members.setdefault(key, []).append(row)
-    found: list[int] = []
+    chosen: list[int] = []
     for label in sorted(set(labels)):
         groups = [rows for rows in members.values() if labels[rows[0]] == label]
         wanted = round(share * sum(map(len, groups)))
         taken = 0
-        for number in draw.permutation(len(groups)):
+        for number in random.permutation(len(groups)):
             if taken + len(groups[number]) <= wanted:
-                found += groups[number]
+                chosen += groups[number]
                 taken += len(groups[number])
-    return np.array(sorted(found))
+    return np.array(sorted(chosen))

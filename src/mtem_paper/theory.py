@@ -1,22 +1,22 @@
-r"""What Theorems 1 and 2 promise, beside what a run does.
+r"""Theorems 1 and 2, measured on a small model.
 
-Theorem 1 says of the entropy indexes, Theorem 2 of the model,
+Theorem 1 is about the entropy indexes, Theorem 2 about the model:
 
 .. math::
     \min_{t \le T} \mathbb{E} \lVert \nabla_\psi \mathcal{L}_S(\hat\theta_t(\psi_t) | D_S) \rVert^2 = O(T^{-1/3}), \qquad
     \lim_{t \to \infty} \mathbb{E} \lVert \nabla_\theta \mathcal{L}_T(\theta_t, \psi_{t+1} | D_T^u) \rVert^2 = 0.
 
-`reproduce` runs Algorithm 1 as printed, with the rates of Assumption 2, on a model as differentiable_attention as the theory wants it, and
-measures both on all of the data. The proofs do not establish either statement (docs/errata.md), so what is measured is what one
-run did. Since :math:`\hat\theta(\psi) = \theta - \eta_t \nabla_\theta \mathcal{L}_T`, the first gradient has the factor
-:math:`\eta_t = k_1 / t` whatever the indexes do; a second curve takes it out, and a second case never moves an index.
+`reproduce` runs Algorithm 1 as printed, with the rates of Assumption 2, on a model as smooth as the theory assumes, and measures
+both quantities on all of the data. The proofs do not establish either statement (docs/errata.md), so the result holds for these
+runs only. Since :math:`\hat\theta(\psi) = \theta - \eta_t \nabla_\theta \mathcal{L}_T`, the first gradient has the factor
+:math:`\eta_t = k_1 / t` whatever the indexes do. A second curve divides by it, and in a second case the indexes never move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -33,22 +33,21 @@ from mtem.methods.mtem import PAPER, Mtem, MtemSettings
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.base import ArrayModel, EncodedCorpus, Inputs
 from mtem.progress import Progress
-from mtem.run.record import versions
+from mtem.run.record import machine, versions
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
 from mtem_paper import splits
-from mtem_paper.search import machine
 
 TARGET = "kitchen"
 PROMISED = 1 / 3
-# The paper's constants for its smaller model; rates at which a perceptron gets somewhere; the same with indexes that stay at 2.
+# The paper's constants for its smaller model; rates at which a perceptron learns; the same with indexes fixed at 2.
 CASES: dict[str, dict[str, Any]] = {
     "paper": {"learning_rate": 5e-3, "index_learning_rate": 0.1},
     "larger": {"learning_rate": 1.0, "index_learning_rate": 10.0},
     "fixed": {"learning_rate": 1.0, "meta": False},
 }
-# name of a curve -> (what it shows, the exponent that a theorem promises or None)
+# name of a curve -> (what it shows, the exponent that a theorem promises, or None)
 CURVES: dict[str, tuple[str, float | None]] = {
     "theorem-1": (
         "least squared norm so far of the source loss's gradient in the indexes, which contains the rate eta_t",
@@ -61,21 +60,23 @@ CURVES: dict[str, tuple[str, float | None]] = {
 
 
 class Words(NamedTuple):
-    """The TF-IDF weights of some texts, [texts, words], in the place of tokens."""
+    """The TF-IDF weights of some texts, [texts, words], used like tokens."""
 
     values: Tensor
     padded: bool = False
 
     @property
     def lengths(self) -> np.ndarray:
+        """The lengths of the texts, all 1: nothing is padded."""
         return np.ones(len(self.values), np.int64)
 
     def __len__(self) -> int:
+        """Return the number of texts."""
         return len(self.values)
 
 
 class Perceptron(ArrayModel):
-    """TF-IDF, one hidden layer with tanh, softmax: as differentiable_attention as the theory asks, with bounds where the weights have them."""
+    """A model as smooth as the theory assumes: TF-IDF, one hidden layer with tanh, softmax."""
 
     head_path = "network.2"
 
@@ -85,11 +86,14 @@ class Perceptron(ArrayModel):
         self.network = nn.Sequential(nn.Linear(words, hidden), nn.Tanh(), nn.Linear(hidden, len(classes)))
 
     def collate(self, encoded: EncodedCorpus, rows: np.ndarray) -> dict[str, Tensor]:
+        """Return the batch of some rows."""
         assert isinstance(encoded, Words)
         return {"values": encoded.values[torch.from_numpy(np.asarray(rows))]}
 
     def forward(self, inputs: Inputs) -> Tensor:
-        return self.network(inputs["values"])
+        """Return the logits."""
+        logits: Tensor = self.network(inputs["values"])
+        return logits
 
 
 def reproduce(
@@ -104,13 +108,32 @@ def reproduce(
     hidden: int = 16,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Run every case of CASES with every seed, measure, fit; write results/theory/convergence.json and return what is in it.
+    """Run every case of CASES with every seed, measure and fit; write results/theory/convergence.json and return its content.
 
-    `data`: where `mtem data prepare` has put the Amazon reviews; `points`: measured steps, evenly spaced in log t; `texts`:
-    unlabeled reviews at most.
+    Parameters
+    ----------
+    data
+        The Amazon reviews, as ``mtem data prepare`` has written them.
+    results
+        The folder of results.
+    seeds, steps
+        Seeds, and steps of a run.
+    points
+        Number of measured steps, evenly spaced in log t.
+    texts
+        Unlabeled reviews at most.
+    vocabulary, hidden
+        Size of the model.
+    progress
+        Where to report.
+
+    Raises
+    ------
+    RequestError
+        If there are too few steps or points to fit a slope.
     """
     if steps < 20 or points < 8:
-        raise RequestError(f"{steps} steps, {points} of them measured: at least 20 and 8 are needed to fit a slope")
+        raise RequestError(f"expected at least 20 steps and 8 measured ones to fit a slope, got {steps} and {points}")
     progress = progress or Progress(quiet=True)
     read = splits.read("amazon", data, TARGET, "mixed")
     labeled = [record for path in read.sources.values() for _, record in read_rows(path)]
@@ -119,19 +142,20 @@ def reproduce(
     labels = np.array([classes.index(record["label"]) for record in labeled])
     vectorizer = TfidfVectorizer(max_features=vocabulary, sublinear_tf=True, dtype=np.float32)
     vectorizer.fit([record["text"] for record in labeled] + pool)
-    dense = lambda some: Words(torch.from_numpy(vectorizer.transform(some).toarray()))  # noqa: E731
-    source, target = dense([record["text"] for record in labeled]), dense(pool)
-    found = {
+    source, target = (
+        Words(torch.from_numpy(vectorizer.transform(each).toarray())) for each in ([record["text"] for record in labeled], pool)
+    )
+    runs = {
         (case, seed): observed(case, seed, (source, labels, target), classes, hidden, steps, points, progress)
         for case in CASES
         for seed in seeds
     }
     result = {
-        "curves": [curve for case in CASES for curve in curves(case, {seed: found[case, seed] for seed in seeds})],
+        "curves": [curve for case in CASES for curve in curves(case, {seed: runs[case, seed] for seed in seeds})],
         "runs": [
             {"case": case, "seed": seed, "index": run["index"]}
             | {name: [run[name][0], run[name][-1]] for name in ("source_loss", "target_loss")}
-            for (case, seed), run in found.items()
+            for (case, seed), run in runs.items()
         ],
         "settings": {
             "algorithm": "Algorithm 1 as printed (preset paper) with the rates of Assumption 2; the measured gradients are exact",
@@ -160,71 +184,75 @@ def observed(
     case: str, seed: int, data: tuple[Words, np.ndarray, Words], classes: Sequence[str], hidden: int, steps: int, points: int,
     progress: Progress,
 ) -> dict[str, list[Any]]:  # fmt: skip
-    """Train theta_1 on the source, adapt it, measure on the way: a list for every figure of `measured`, and the last indexes."""
-    schedules = {"schedule": "assumption-2", "index_schedule": "assumption-2", "log_every": steps, "seed": seed}
-    parts = settings.build({"training": TrainingSettings, "method": MtemSettings}, {**PAPER, **schedules, **CASES[case]})
+    """Train theta_1 on the source, adapt it and measure.
+
+    Returns
+    -------
+    dict
+        A list for every figure of `measured`, and the range of the indexes at the end.
+    """
+    rates = {"schedule": "assumption-2", "index_schedule": "assumption-2", "log_every": steps, "seed": seed}
+    parts = settings.build({"training": TrainingSettings, "method": MtemSettings}, {**PAPER, **rates, **CASES[case]})
     training: TrainingSettings = parts["training"]
     source, labels, target = data
     torch.manual_seed(seed)
     model = Perceptron(source.values.shape[1], hidden, classes)
-    source_stream = Stream(model, source, np.arange(len(source)), labels, training.batch_size, 2 * seed)
-    target_stream = Stream(model, target, np.arange(len(target)), None, training.batch_size, 2 * seed + 1)
-    # Nothing is held out: the losses are those of the data that Algorithm 1 draws from.
+    source_stream = Stream(model, cast(Any, source), np.arange(len(source)), labels, training.batch_size, 2 * seed)
+    target_stream = Stream(model, cast(Any, target), np.arange(len(target)), None, training.batch_size, 2 * seed + 1)
+    # Nothing is held out: the losses are on the data that Algorithm 1 draws from.
     whole = source_stream.of(np.arange(len(source))), target_stream.of(np.arange(len(target)))
-    shared = {"source": source_stream, "progress": progress}
 
     context = Context(steps, len(target), len(classes), torch.Generator().manual_seed(seed), lambda: 0.0)
     first = SourceOnly(model, SourceOnlySettings(), context)
     count = round(training.source_epochs * source_stream.per_epoch)
-    kinds = {"optimizer": "adamw", "schedule": "linear"}
-    Trainer(first, training, name="source", steps=count, learning_rate=1e-2, target=None, **kinds, **shared).run()
+    Trainer(
+        first, training, name="source", steps=count, learning_rate=1e-2, source=source_stream, target=None, progress=progress,
+        optimizer="adamw", schedule="linear",
+    ).run()  # fmt: skip
 
     method = Mtem(model, parts["method"], context)
     wanted = set(np.geomspace(1, steps, points).round().astype(int).tolist())
-    found: dict[str, list[Any]] = {}
+    figures: dict[str, list[Any]] = {}
 
     def look(done: int) -> None:
-        if done + 1 in wanted:  # what step t = done + 1 starts from
+        if done + 1 in wanted:  # before step t = done + 1
             for name, value in measured(method, done + 1, trainer.base_learning_rate, *whole).items():
-                found.setdefault(name, []).append(value)
+                figures.setdefault(name, []).append(value)
 
     name = f"{case}, seed {seed}"
+    assert training.learning_rate is not None
     trainer = Trainer(
-        method,
-        training,
-        name=name,
-        steps=steps,
-        learning_rate=training.learning_rate,
-        target=target_stream,
-        after_step=look,
-        **shared,
-    )
+        method, training, name=name, steps=steps, learning_rate=training.learning_rate, source=source_stream,
+        target=target_stream, progress=progress, after_step=look,
+    )  # fmt: skip
     context.learning_rate = trainer.learning_rate
     look(0)
     trainer.run()
-    found["index"] = [float(method.index.min()), float(method.index.max())]
-    return found
+    figures["index"] = [float(method.index.min()), float(method.index.max())]
+    return figures
 
 
 def measured(method: Mtem, t: int, k1: float, source: Batch, target: Batch) -> dict[str, float]:
-    """The gradients of both theorems before step t, on all of the data.
+    """Return the squared norms of the gradients of both theorems before step t, on all of the data.
 
     The pseudo labels of Theorem 1's gradient are drawn at the step's temperature with the same random numbers at every t. Theorem
-    2's is taken at psi_t and not psi_(t+1): the indexes of one batch differ, by a step of size beta_t.
+    2's gradient is taken at psi_t, not psi_(t+1), which differs in the indexes of one batch by a step of size beta_t.
     """
+    assert source.labels is not None
+    source_labels = source.labels
     model, index, eta = method.model, method.index, schedules.assumption_theta(t, k1)
     model.eval()
     kappa = method.temperature(t - 1)
-    scores = model(target.inputs)
-    labels = annealing.sample_labels(scores.detach(), kappa, generator=torch.Generator().manual_seed(0))
+    logits = model(target.inputs)
+    labels = annealing.sample_labels(logits.detach(), kappa, generator=torch.Generator().manual_seed(0))
     meta = metagrad.meta_gradient(
         lambda parameters, inputs: functional(model, parameters, inputs), model.trainable(), target.inputs, labels, index,
-        lambda parameters: method.cross_entropy(functional(model, parameters, source.inputs), source.labels), eta, "forward",
+        lambda parameters: method.cross_entropy(functional(model, parameters, source.inputs), source_labels), eta, "forward",
     )  # fmt: skip
-    log_probs = torch.log_softmax(scores, dim=1)
+    log_probs = torch.log_softmax(logits, dim=1)
     entropy = tsallis.entropy(log_probs.exp(), index).mean()
-    shares = torch.softmax(scores.detach() / kappa, dim=1)
-    each = [tsallis.loss(log_probs, torch.full_like(labels, k), index) for k in range(scores.shape[1])]
+    shares = torch.softmax(logits.detach() / kappa, dim=1)
+    each = [tsallis.loss(log_probs, torch.full_like(labels, k), index) for k in range(logits.shape[1])]
     drawn = (shares * torch.stack(each, dim=1)).sum(dim=1).mean()
     parameters = list(model.trainable().values())
     first = square(meta.gradient)
@@ -240,12 +268,12 @@ def measured(method: Mtem, t: int, k1: float, source: Batch, target: Batch) -> d
 
 
 def square(*tensors: Tensor) -> float:
-    """The squared norm of all of them together."""
+    """Return the squared norm of all tensors together."""
     return sum(float(tensor.double().square().sum()) for tensor in tensors)
 
 
 def curves(case: str, runs: dict[int, dict[str, list[Any]]]) -> list[dict[str, Any]]:
-    """For each name a curve of every seed and, with seed None, of the seeds' mean, which stands for the expectation."""
+    """Return a curve of every seed for each name and, with seed None, of the mean over the seeds, in place of the expectation."""
     lines = []
     for name, (_, promised) in CURVES.items():
         fits = []
@@ -263,18 +291,18 @@ def curves(case: str, runs: dict[int, dict[str, list[Any]]]) -> list[dict[str, A
 
 
 def exponent(steps: Sequence[float], values: Sequence[float], draws: int = 1000) -> tuple[float, list[float]]:
-    """(a, 95 % interval) of the law t^-a: least squares in log-log over the later half of the points, bootstrap of those."""
+    """Fit the law t^-a in log-log over the later half of the points; return a and a bootstrapped 95 % interval."""
     half = len(steps) // 2
     x, y = np.log(steps[half:]), np.log(np.maximum(values[half:], np.finfo(float).tiny))
     picks = np.random.default_rng(0).integers(len(x), size=(draws, len(x)))
     picks = np.concatenate([np.arange(len(x))[None], picks[np.ptp(x[picks], axis=1) > 0]])
     away = x[picks] - x[picks].mean(axis=1, keepdims=True)
-    found = -(away * y[picks]).sum(axis=1) / (away**2).sum(axis=1)
-    return float(found[0]), np.quantile(found[1:], [0.025, 0.975]).tolist()
+    slopes = -(away * y[picks]).sum(axis=1) / (away**2).sum(axis=1)
+    return float(slopes[0]), np.quantile(slopes[1:], [0.025, 0.975]).tolist()
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, list[float]]:
-    """Mean and 95 % interval (Student's t)."""
+    """Return mean and 95 % interval (Student's t)."""
     mean, error = float(np.mean(values)), float(stats.sem(values))
     reach = float(stats.t.ppf(0.975, len(values) - 1)) * error
     return mean, [mean - reach, mean + reach]

@@ -220,7 +220,7 @@ def reverse(outputs: CandidateOutputs) -> float:
     """
     pseudo = outputs.target_logits.argmax(axis=1)
     if len(np.unique(pseudo)) < 2:
-        return 1.0 / outputs.target_logits.shape[1]
+        return 1.0 / int(outputs.target_logits.shape[1])
     target, source = _standardise(outputs.target_features, outputs.source_features)
     predicted = _fit(target, pseudo, REVERSE_STRENGTH).predict(source)
     labels = outputs.source_labels

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from mtem import schedules
 from mtem.errors import RunError
-from mtem.methods.base import Method
+from mtem.methods.base import Batch, Method
 from mtem.progress import Progress
 from mtem.training.optimizer import make_optimizer
 from mtem.training.settings import TrainingSettings
@@ -83,7 +83,8 @@ class Trainer:
                 self._set_learning_rate(step)
                 target = self.target(step) if self.target is not None else None
                 try:
-                    log = self.method.step(step, self.source(step), target, self.update)
+                    # Only source training has no target batches, and its method ignores them.
+                    log = self.method.step(step, self.source(step), cast(Batch, target), self.update)
                 except torch.OutOfMemoryError as error:
                     raise RunError(
                         f"{self.name}, step {step + 1}: out of GPU memory; set a smaller batch_size or max_length, "
@@ -101,7 +102,7 @@ class Trainer:
     ) -> None:
         """Run the backward pass, clip, take one optimizer step; see `mtem.methods.Update`."""
         if loss is not None:
-            self.scaler.scale(loss).backward()
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if gradients:
             scale = self.scaler.scale(torch.ones((), device=self.method.model.device)) if self.scaler.is_enabled() else None
             for name, parameter in self.method.model.trainable().items():

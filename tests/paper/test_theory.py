@@ -22,7 +22,7 @@ from mtem.models.base import ArrayModel
 from mtem.progress import Progress
 from mtem_paper import bound, splits, theory
 from tests.conftest import examples
-from tests.test_cases import write_amazon
+from tests.paper.test_cases import write_amazon
 
 # ---------------------------------------------------------------------- Theorems 1 and 2, measured
 
@@ -102,7 +102,7 @@ def test_the_expectation_comes_before_the_minimum() -> None:
 
 
 def test_reproduce_on_tiny_data(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(splits, "FEW", 4)
+    monkeypatch.setattr(splits, "TARGET_LABELED", 4)
     data = write_amazon(tmp_path / "amazon")
     small = {"steps": 40, "points": 12, "vocabulary": 30, "hidden": 4}
     found = theory.reproduce(data, tmp_path / "results", seeds=(0, 1), **small)
@@ -223,7 +223,7 @@ def test_bound_refuses_what_it_cannot_use() -> None:
     with pytest.raises(RequestError, match="has none"):
         bound.bound(adapted, (["a"], ["x"]), ["a", "b"])
     adapted.indexes = table.assign(index=2.0)
-    with pytest.raises(RequestError, match="1 texts, but the run adapted to 2"):
+    with pytest.raises(RequestError, match="expected the 2 texts that the run adapted to, got 1"):
         bound.bound(adapted, (["a"], ["x"]), ["c"])
 
 

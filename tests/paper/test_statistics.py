@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mtem.errors import RequestError
-from mtem_paper import published, tables
+from mtem_paper import protocol
 from mtem_paper import statistics as comparison
+from mtem_paper.protocol import DATASETS
 from mtem_paper.search import bits
 from mtem_paper.statistics import (
     LEVEL,
@@ -151,7 +152,7 @@ def test_seeds_of_different_data_are_not_compared():
 def test_a_cell_that_does_not_tell_its_examples_is_refused():
     cell = make_cell()
     del cell["test"]["rows"]
-    with pytest.raises(RequestError, match=r"mtem, kitchen, 0: it does not say which examples .* run it again"):
+    with pytest.raises(RequestError, match=r"mtem, kitchen, 0: no test rows: .* run it again"):
         resampled([cell], None, 10)
 
 
@@ -262,16 +263,21 @@ def test_a_family_is_corrected_together():
 
 
 def test_how_large_a_difference_has_to_be():
-    board = Board(grid({"mtem": 0.9, "out": 0.8, "cst": 0.85}), tables.GENERAL, published.AMAZON, None)
+    board = Board(grid({"mtem": 0.9, "out": 0.8, "cst": 0.85}), protocol.in_group("general"), DATASETS["amazon"].targets, None)
     found = board.compare("mtem", "out")
     assert board.reach("mtem", "out") == pytest.approx((found.high - found.low) / 2)
     assert board.reach("mtem", "out", 0.01) > board.reach("mtem", "out") > 0
-    assert Board(grid({"mtem": 0.9, "out": 0.8}, seeds=(0,)), tables.GENERAL, published.AMAZON, None).reach("mtem", "out") is None
+    assert (
+        Board(grid({"mtem": 0.9, "out": 0.8}, seeds=(0,)), protocol.in_group("general"), DATASETS["amazon"].targets, None).reach(
+            "mtem", "out"
+        )
+        is None
+    )
 
 
 def test_means_and_spreads():
     cells = grid({"mtem": 0.9, "out": 0.8})
-    board = Board(cells, tables.GENERAL, published.AMAZON, None)
+    board = Board(cells, protocol.in_group("general"), DATASETS["amazon"].targets, None)
     mine = [cell for cell in cells if cell["variant"] == "mtem"]
     by_seed = [statistics.fmean(cell["score"] for cell in mine if cell["seed"] == seed) for seed in (0, 1, 2)]
     assert board.variants == ("out", "mtem")  # in the order of the table
@@ -283,4 +289,4 @@ def test_means_and_spreads():
     assert board.compare("mtem", "out").value == pytest.approx(board.mean("mtem") - board.mean("out"))
     forth, back = board.compare("mtem", "out"), board.compare("out", "mtem")
     assert [back.value, back.low, back.high, back.p] == pytest.approx([-forth.value, -forth.high, -forth.low, forth.p])
-    assert Board(grid({"mtem": 0.9}, seeds=(5,)), ["mtem"], published.AMAZON, None).spread("mtem") is None
+    assert Board(grid({"mtem": 0.9}, seeds=(5,)), ["mtem"], DATASETS["amazon"].targets, None).spread("mtem") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -17,8 +18,8 @@ KEYS = ("device", "model", "batch", "length", "precision", "attention", "seconds
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    place = tmp_path_factory.mktemp("cost")
-    given = ["cost", "--model", str(make_encoder(place / "encoder")), "--batch", "3", "--length", "8", "--device", "cpu"]
+    path = tmp_path_factory.mktemp("cost")
+    given = ["cost", "--model", str(make_encoder(path / "encoder")), "--batch", "3", "--length", "8", "--device", "cpu"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "apart", cost.row_of)  # a process for each row is for the sake of its memory alone
         done = CliRunner().invoke(
@@ -30,14 +31,14 @@ def rows(tmp_path_factory):
                 "--engines",
                 ENGINES,
                 "--json",
-                str(place / "rows.json"),
+                str(path / "rows.json"),
                 "--figure",
-                str(place / "cost.svg"),
+                str(path / "cost.svg"),
             ],
         )
     assert done.exit_code == 0, done.output
-    assert (place / "cost.svg").read_text().startswith("<svg")
-    return json.loads((place / "rows.json").read_text()), done.output
+    assert (path / "cost.svg").read_text().startswith("<?xml") and "milliseconds" in (path / "cost.svg").read_text()
+    return json.loads((path / "rows.json").read_text()), done.output
 
 
 def test_every_row_has_what_it_must(rows):
@@ -72,7 +73,7 @@ def test_the_exact_engines_are_exact_and_the_others_say_how_far_off_they_are(row
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--engines", "magic"], "there are plain; layerwise"),
+        (["--engines", "magic"], "expected some of plain; layerwise"),
         (["--batch", "ten"], "whole numbers"),
         (["--batch", "1"], "at least 2"),
     ],
@@ -86,3 +87,10 @@ def test_a_shape_is_drawn_without_any_weights_at_hand():
     case = cost.Case("plain", 2, 8, "minilm", "cpu", "fp32", "sdpa")
     model = cost.make_model(case)
     assert model.network.config.num_hidden_layers == 6 and model.classes == ("LABEL_0", "LABEL_1")
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(cost, "measure", lambda *_: pytest.fail("measured"))
+    done = CliRunner().invoke(app, ["cost", "--device", "cpu", "--figure", str(tmp_path / "cost.svg")])
+    assert "pip install 'mtem[figures]'" in str(done.exception)

@@ -19,6 +19,7 @@ from scipy import stats
 from mtem.errors import RequestError
 from mtem_paper import cases, splits
 from mtem_paper.bound import bound_table
+from mtem_paper.protocol import DATASETS
 from tests.conftest import examples, make_texts
 
 SOURCE = ["the book tells a story", "the story of a book", "a good book", "the plot is good", "a bad story in a bad book"] * 60
@@ -73,7 +74,7 @@ def test_words_below_the_threshold_or_too_rare_are_neutral() -> None:
     rare = cases.targetness(SOURCE, [*TARGET, "spatula " * 4], threshold=0.1)
     enough = cases.targetness(SOURCE, [*TARGET, "spatula " * 5], threshold=0.1)
     assert rare["spatula"] == 0.0 < enough["spatula"]
-    with pytest.raises(RequestError, match="one of them has none"):
+    with pytest.raises(RequestError, match="one of the two domains has no words"):
         cases.targetness(SOURCE, ["...", ""])
 
 
@@ -204,7 +205,7 @@ def test_a_table_without_what_is_needed_is_refused(column) -> None:
 def write_amazon(folder: Path) -> Path:
     """A tiny data set in the form of `mtem data prepare`."""
     folder.mkdir()
-    for number, domain in enumerate(splits.AMAZON):
+    for number, domain in enumerate(DATASETS["amazon"].domains):
         labeled = [{"text": text, "label": label} for text, label in make_texts(60, number, 0.3 if domain == "kitchen" else 0.0)]
         pool = [{"text": f"{text} u{place}", "source": "hatn"} for place, (text, _) in enumerate(make_texts(40, number + 9, 0.6))]
         for kind, rows in (("labeled", labeled), ("unlabeled", pool)):
@@ -214,7 +215,7 @@ def write_amazon(folder: Path) -> Path:
 
 
 def test_reproduce_writes_both_files_and_runs_once(encoder, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(splits, "FEW", 4)
+    monkeypatch.setattr(splits, "TARGET_LABELED", 4)
     amazon = write_amazon(tmp_path / "amazon")
     given = {"model": str(encoder), "max_length": 16, "batch_size": 10, "source_epochs": 1, "steps": 6, "evaluations": 2}
     found = cases.reproduce(amazon, tmp_path / "results", name="tiny", count=2, device="cpu", texts=30, attacked=10, **given)

@@ -15,7 +15,7 @@ import torch
 from mtem_paper import cost
 from tests.processes import LIMIT
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peers.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers.py"
 # A rate at which the virtual step matters; betty differentiates around its end, so it agrees where the step is small.
 RATES = {"higher": 0.5, "torchopt MetaSGD": 0.5, "betty darts": cost.RATE}
 TOLERANCES = {"higher": 1e-4, "torchopt MetaSGD": 1e-4, "betty darts": 5e-3}
@@ -130,7 +130,7 @@ def test_the_command_does_without_any_of_them(encoder, tmp_path):
 
 
 def test_wrong_requests(monkeypatch, capsys):
-    for given, message in ((["--rows", "magic"], "there are plain; layerwise"), (["--batch", "1"], "at least 2")):
+    for given, message in ((["--rows", "magic"], "expected some of plain; layerwise"), (["--batch", "1"], "at least 2")):
         monkeypatch.setattr(sys, "argv", ["peers.py", *given])
         with pytest.raises(SystemExit) as stopped:
             peers.main()

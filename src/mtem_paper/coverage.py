@@ -1,0 +1,93 @@
+"""Which runs of the plan exist, which are missing, and what has to be known about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtem_paper import cells as cell_files
+from mtem_paper import protocol
+from mtem_paper.formatting import digits, table
+from mtem_paper.protocol import DATASETS, SETTINGS, VARIANTS
+from mtem_paper.statistics import Cell
+from mtem_paper.tables import Place, at, places
+
+
+def runs(cells: Sequence[Cell]) -> str:
+    """Return a row for each place of the plan or with cells: how many runs there are, what is missing, hours, machines."""
+    rows = []
+    for dataset, about in DATASETS.items():
+        others = sorted({cell["model"] for cell in cells if cell["dataset"] == dataset})
+        for model in dict.fromkeys([*about.planned, *others]):
+            for place in (Place(dataset, model, pool, setting) for pool in about.pools for setting in SETTINGS):
+                here = at(cells, place)
+                experiments = protocol.planned(dataset, model, place.pool, place.setting)
+                wanted = {(*pair, seed) for pairs in experiments.values() for pair in pairs for seed in about.seeds}
+                if not here and not wanted:
+                    continue
+                lacking = wanted - {(cell["variant"], cell["target"], cell["seed"]) for cell in here}
+                hours = sum(cell.get("seconds") or 0.0 for cell in here) / 3600
+                machines = ", ".join(sorted({str(cell.get("machine") or "unknown") for cell in here})) or "—"
+                share = f"{len(wanted) - len(lacking)} of {len(wanted)}"
+                rows.append([place.title, share, missing(lacking) if here else "everything", f"{hours:.1f}", machines])
+    return table(["where", "runs of the plan", "missing", "hours", "machine"], rows)
+
+
+def missing(lacking: set[tuple[str, str, int]]) -> str:
+    """Return how many runs of which methods are missing; those of other experiments than the general one by experiment."""
+    counts: Counter[str] = Counter()
+    for name, variant in VARIANTS.items():
+        title = variant.name if protocol.GENERAL in variant.groups else protocol.GROUPS[variant.groups[0]]
+        counts[title] += sum(each[0] == name for each in lacking)
+    return ", ".join(f"{title} {count}" for title, count in counts.items() if count) or "nothing"
+
+
+def failures(results: Path) -> list[str]:
+    """Return the cells whose last run failed."""
+    return [
+        f"Failed: {path.relative_to(results / 'failures').with_suffix('').as_posix()}"
+        for path in sorted((results / "failures").rglob("*.txt"))
+    ]
+
+
+def source_models(cells: Sequence[Cell]) -> str:
+    """Return where the methods of a group did not all start from the same source model, and how much its scores differ."""
+    rows = []
+    fair = [cell for cell in cells if cell["method"] != "mme" and not cell["oracle"]]
+    for dataset, model in dict.fromkeys((cell["dataset"], cell["model"]) for cell in fair):
+        by_group: dict[tuple[Any, ...], set[float]] = {}
+        by_method: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+        for cell in fair:
+            if (cell["dataset"], cell["model"]) == (dataset, model):
+                kind = cell["pool"], cell["setting"], cell["settings"].get("target_class_prior")
+                by_group.setdefault((*kind, cell["target"], cell["seed"]), set()).add(cell["source_score"])
+                by_method.setdefault(kind, {}).setdefault(cell["variant"], []).append(cell["source_score"])
+        apart = [max(scores) - min(scores) for scores in by_group.values() if len(scores) > 1]
+        if apart:
+            gap = max(_largest_gap(list(methods.values())) for methods in by_method.values())
+            share = f"{len(apart)} of {len(by_group)}"
+            rows.append([f"{DATASETS[dataset].title}, {model}", share, digits(max(apart), 4), digits(gap, 4)])
+    header = ["where", "groups (target, seed, setting)", "largest difference in a group", "largest difference of means"]
+    return table(header, rows) if rows else "None.\n"
+
+
+def _largest_gap(scores: Sequence[Sequence[float]]) -> float:
+    """Of the mean source scores of methods with the most runs."""
+    most = max(map(len, scores))
+    means = [sum(own) / len(own) for own in scores if len(own) == most]
+    return max(means) - min(means)
+
+
+def earlier_rules(cells: Sequence[Cell], current: Sequence[Cell]) -> str:
+    """Return where the tables show runs of earlier rules, and how many there are under the rules of today."""
+    rows = []
+    for place in places(cells):
+        here = at(cells, place)
+        old = [cell for cell in here if cell["protocol"] != cell_files.current_protocol(cell)]
+        if old:
+            again = [cell for cell in at(current, place) if cell["protocol"] > 1]
+            rows.append([place.title, str(len(here)), str(len(old)), str(len(again))])
+    header = ["where", "runs shown", "of earlier rules", "run again so far"]
+    return table(header, rows) if rows else "None.\n"

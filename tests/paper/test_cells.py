@@ -1,0 +1,59 @@
+"""Reading and writing results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from mtem_paper import cells, coverage, protocol
+
+
+def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(tmp_path):
+    from tests.made_up import make_cell
+
+    def result(protocol, seed, variant="mtem", prior="uniform"):
+        made = make_cell(variant, "ferguson", seed, dataset="pheme", settings={"target_class_prior": prior}, protocol=protocol)
+        path = tmp_path / f"cells/pheme/bigcn/unsupervised/event/{variant}-{prior}-{seed}-{protocol}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(made))
+
+    for seed in (0, 1):
+        result(1, seed)
+        result(1, seed, prior="none", variant="mtem-as-is")  # nothing has changed for these
+    result(2, 0)
+    found = cells.read(tmp_path)
+    assert sorted((cell["variant"], cell["seed"], cell["protocol"]) for cell in found.cells) == [
+        ("mtem", 0, 1), ("mtem", 1, 1), ("mtem-as-is", 0, 1), ("mtem-as-is", 1, 1),
+    ]  # fmt: skip
+    current = [("mtem", 2), ("mtem-as-is", 1), ("mtem-as-is", 1)]
+    assert sorted((cell["variant"], cell["protocol"]) for cell in found.current) == current
+    assert "| PHEME, bigcn, unsupervised | 4 | 2 | 1 |" in coverage.earlier_rules(found.cells, found.current)
+    result(2, 1)
+    found = cells.read(tmp_path)
+    assert {cell["protocol"] for cell in found.cells if cell["variant"] == "mtem"} == {2}
+    assert coverage.earlier_rules(found.cells, found.current) == "None.\n"
+
+
+def test_damaged_files_and_rehearsals_are_no_results(tmp_path):
+    cell = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"], seeds=[0])[0]
+    names = ("dataset", "model", "setting", "pool", "variant", "target", "seed")
+    result = {
+        **{name: getattr(cell, name) for name in names},
+        "overrides": {},
+        "protocol": 2,
+        "oracle": False,
+        "settings": {"target_class_prior": "uniform"},
+        "finished": "2026-01-01",
+        "score": 1,
+    }
+    path = cells.write(tmp_path, cell, result)
+    cells.write(tmp_path, dataclasses.replace(cell, target="b"), {**result, "target": "b", "overrides": {"steps": "1"}})
+    cells.write(tmp_path, dataclasses.replace(cell, target="c"), {**result, "target": "c", "protocol": 3})
+    cells.write(tmp_path, dataclasses.replace(cell, factors=(9.0,)), {**result, "finished": "2025-01-01", "score": 0})
+    path.with_name("half-a-0-00000000.json").write_text(path.read_text()[:40])
+    path.with_name("list-a-0-00000000.json").write_text("[]")
+    path.with_name(".mtem.json.abc.part").write_text("{")
+    found, damaged, current = cells.read(tmp_path)
+    assert [each["score"] for each in found] == [1] and cells.read_all(tmp_path) == found == current
+    assert len(damaged) == 2 and all("run it again" in line for line in damaged)
+    assert cells.read_all(tmp_path / "nothing") == []

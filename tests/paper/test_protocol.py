@@ -1,0 +1,210 @@
+"""The tables of data sets and variants, plans and addresses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from mtem import methods
+from mtem import settings as settings_module
+from mtem.errors import RequestError
+from mtem.run import adapt as adapt_module
+from mtem.run.adapt import find_settings
+from mtem_paper import protocol, published
+from tests.corpora import refusal
+
+
+def test_a_plan_goes_seed_by_seed_and_unsupervised_first():
+    plan = protocol.plan(["general"], "amazon", "minilm", "minilm", seeds=[1, 0])
+    order = [(cell.seed, cell.setting, cell.pool) for cell in plan]
+    assert list(dict.fromkeys(order)) == [
+        (seed, setting, pool)
+        for seed in (1, 0)
+        for setting in ("unsupervised", "semi-supervised")
+        for pool in ("mixed", "natural")
+    ]
+    kinds = {setting: {cell.variant for cell in plan if cell.setting == setting} for setting in protocol.SETTINGS}
+    assert kinds["semi-supervised"] - kinds["unsupervised"] == {"wind"} and "oracle" in kinds["unsupervised"]
+    assert len({cell.address for cell in plan}) == len(plan)
+
+
+def test_experiments_share_cells():
+    general, both = (protocol.plan(names, "pheme", "bigcn", "bigcn") for names in (["general"], ["general", "ablation"]))
+    assert len(both) == len(general) + 3 * 4 * 5
+    assert {cell.address for cell in general} < {cell.address for cell in both}
+    sizes = protocol.plan(["batch-size"], "amazon", "minilm", "minilm", seeds=[0])
+    assert len(sizes) == 18 and {cell.target for cell in sizes} == {"kitchen"}
+    assert not protocol.plan(["batch-size"], "pheme", "bigcn", "bigcn")
+
+
+def test_any_setting_changes_the_address():
+    cell = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"])[0]
+    assert cell.address == dataclasses.replace(cell).address
+    assert {"target_class_prior", "epochs"} <= cell.changed.keys(), "BiGCN has others than the defaults"
+    assert not {"device", "index_learning_rate", "left_out_models"} & cell.changed.keys()
+    others = [
+        dataclasses.replace(cell, changed={**cell.changed, name: "other"}) for name in (*cell.changed, "index_learning_rate")
+    ]
+    others += [
+        dataclasses.replace(cell, seed=5),
+        dataclasses.replace(cell, factors=(1.0,)),
+        dataclasses.replace(cell, oracle=True),
+    ]
+    others += [
+        dataclasses.replace(cell, **{name: "other"}) for name in ("dataset", "model", "setting", "pool", "target", "method")
+    ]
+    assert len({each.address.stem.split("-")[-1] for each in [cell, *others]}) == len(others) + 1
+    for what in ({"index_learning_rate": 0.25}, {"target_class_prior": "none"}, {"hidden": 32}):
+        given = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"], overrides=what)[0]
+        assert given.address != cell.address
+
+
+COMMITTED = Path(__file__).parents[2] / "results"
+PLANS = (("amazon", "minilm"), ("pheme", "bigcn"))
+
+
+def committed_plan():
+    return [cell for dataset, model in PLANS for cell in protocol.plan(protocol.EXPERIMENTS, dataset, model, model)]
+
+
+def test_a_new_setting_moves_no_cell(monkeypatch):
+    """One with a neutral default, in the training's settings and in a method's."""
+    from mtem.methods import mtem as method
+
+    before = [cell.address for cell in committed_plan()]
+    there = [address for address in before if (COMMITTED / address).is_file()]
+    assert len(there) >= 300 and len(set(before)) == len(before)
+    for module, name in ((adapt_module, "TrainingSettings"), (method.Mtem, "Settings")):
+        kind = getattr(module, name)
+        field = ("made_up", float, settings_module.setting(0.0, "made up"))
+        monkeypatch.setattr(module, name, dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), frozen=True))
+    cells_now = committed_plan()
+    assert [cell.address for cell in cells_now] == before
+    one = next(cell for cell in cells_now if cell.variant == "mtem")
+    given = protocol.plan(["general"], one.dataset, one.model, one.model, variants=["mtem"], overrides={"made_up": 1.0})
+    assert given[0].changed["made_up"] == 1.0, "it is there, and where it is used it counts"
+
+
+def test_a_default_that_changes_needs_a_new_protocol():
+    """An address leaves defaults out, so what committed cells were run with must be what would be run today."""
+    checked = 0
+    for cell in committed_plan():
+        path = COMMITTED / cell.address
+        if not path.is_file():
+            continue
+        result = json.loads(path.read_text())
+        parts = find_settings(cell.model, cell.method, cell.preset, cell.given)
+        today = parts.record()
+        unlabeled = cell.setting == protocol.UNSUPERVISED and not cell.oracle
+        free = {*protocol.FREE, *(["target_labeled_share"] if unlabeled else []), *(["steps"] if cell.oracle else [])}
+        for name in (result["settings"].keys() & today.keys()) - free:
+            assert result["settings"][name] == json.loads(json.dumps(today[name])), (str(cell.address), name)
+        assert result["protocol"] == cell.protocol
+        checked += 1
+    assert checked >= 300
+
+
+def test_a_rehearsal_never_has_the_address_of_a_result():
+    plain = protocol.plan(["general"], "pheme", "bigcn", "bigcn", seeds=[0])
+    default = {"epochs": "10"}  # even where it changes nothing
+    for overrides in ({"steps": "4"}, default, {"learning_rate": "0.1"}):
+        other = protocol.plan(["general"], "pheme", "bigcn", "bigcn", seeds=[0], overrides=overrides)
+        assert not {cell.address for cell in plain} & {cell.address for cell in other}
+    # a method's own setting touches that method alone
+    other = protocol.plan(["general"], "pheme", "bigcn", "bigcn", seeds=[0], overrides={"index_learning_rate": "0.1"})
+    same = {cell.variant for cell in plain} - {
+        cell.variant for cell, twin in zip(plain, other, strict=True) if cell.address != twin.address
+    }
+    assert same == {"out", "out-as-is", "oracle", "oracle-as-is", "dann", "fixmatch", "cst", "mme", "biat", "wind"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"targets": ["toys"]}, ("--targets toys", "kitchen")),
+        ({"variants": ["mtm"]}, ("--variants mtm", "mtem")),
+        ({"pools": ["event"]}, ("--pools event", "natural")),
+        ({"overrides": {"epoch": "1"}}, ("--set epoch",)),
+        ({"overrides": {"epochs": "many"}}, ("epochs=many",)),
+    ],
+)
+def test_unknown_names_are_refused(change, words):
+    refusal(lambda: protocol.plan(["general"], "amazon", "minilm", "minilm", **change), *words)
+
+
+def test_names_of_models(encoder):
+    assert protocol.model_name("bigcn", None) == "bigcn" and protocol.model_name(str(encoder), "mini") == "mini"
+    assert protocol.model_name(str(encoder), None) == encoder.name
+    assert protocol.model_name("sentence-transformers/all-mpnet-base-v2", None) == "all-mpnet-base-v2"
+    with pytest.raises(RequestError, match="--model-name"):
+        protocol.model_name("minilm", "../elsewhere")
+
+
+# ---------------------------------------------------------------------- the tables
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (protocol.Variant("mtem", " "), "variant 'new': no display name"),
+        (protocol.Variant("mtem", "MTEM"), "two variants have the display name"),
+        (protocol.Variant("mtme", "new"), "unknown method 'mtme'"),
+        (protocol.Variant("mtem", "new", groups=("table-7",)), "unknown group"),
+        (protocol.Variant("mtem", "new", groups=()), "unknown group"),
+        (protocol.Variant("mtem", "new", datasets=("imdb",)), "unknown data set"),
+        (protocol.Variant("mtem", "new", datasets=("pheme",), targets=("kitchen",)), "unknown target"),
+    ],
+)
+def test_a_variant_that_is_not_complete_is_an_error_at_import(variant, message):
+    protocol.check(protocol.DATASETS, {**protocol.VARIANTS, "new": protocol.Variant("mtem", "new")})
+    with pytest.raises(ValueError, match=message):
+        protocol.check(protocol.DATASETS, {**protocol.VARIANTS, "new": variant})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"title": ""}, "must not be empty"),
+        ({"targets": ()}, "must not be empty"),
+        ({"targets": ("books", "toys")}, "not one of the domains"),
+        ({"default_model": "mpnet-large"}, "no plan for the default model"),
+        ({"unlabeled_file": None}, "pools do not fit"),
+        ({"planned": {"minilm": protocol.Share(("mtme",))}}, "plan of minilm: unknown name"),
+        ({"planned": {"minilm": protocol.Share(pools=("event",))}}, "plan of minilm: unknown name"),
+    ],
+)
+def test_a_data_set_that_is_not_complete_is_an_error_at_import(change, message):
+    broken = dataclasses.replace(protocol.DATASETS["amazon"], **change)
+    with pytest.raises(ValueError, match=message):
+        protocol.check({**protocol.DATASETS, "amazon": broken}, protocol.VARIANTS)
+
+
+def test_the_tables_are_checked_when_they_are_imported(monkeypatch):
+    runpy.run_path(protocol.__file__)
+    runpy.run_path(published.__file__)
+    monkeypatch.delitem(methods.METHODS, "wind")
+    with pytest.raises(ValueError, match="variant 'wind': unknown method"):
+        runpy.run_path(protocol.__file__)
+    monkeypatch.delitem(protocol.VARIANTS, "wind")
+    with pytest.raises(ValueError, match="row WIND: no variant 'wind'"):
+        runpy.run_path(published.__file__)
+
+
+def test_names_in_a_table():
+    assert (
+        protocol.VARIANTS["out"].title("semi-supervised") == "In+Out" and protocol.VARIANTS["out"].title("unsupervised") == "Out"
+    )
+    assert protocol.VARIANTS["oracle"].title("semi-supervised") == "*oracle: target labels*"
+    assert protocol.find("folder/mine.py").name == "mine" and protocol.find("mine").name == "mine"
+    assert protocol.DATASETS["amazon"].place("minilm", "mixed", "unsupervised") == "Amazon, minilm, mixed pool, unsupervised"
+    assert protocol.DATASETS["pheme"].place("bigcn", "event", "unsupervised") == "PHEME, bigcn, unsupervised"
+
+
+def test_the_source_model_and_mtem_are_run_first():
+    for dataset, model in PLANS:
+        cells = protocol.plan(["general"], dataset, model, model, seeds=[0], settings_=["unsupervised"], pools=None)
+        assert [cell.variant for cell in cells[:2]] == ["out", "mtem"]

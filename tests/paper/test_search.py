@@ -1,0 +1,129 @@
+"""One cell at tiny size: what it may see, what it records."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mtem import adapt
+from mtem_paper import protocol, runner, search
+from tests.paper.tiny import TINY, planned, results_of
+
+
+def test_cells_say_all_that_tables_need(ran):
+    folder, found, summary = ran
+    assert (summary.done, summary.failed, summary.left) == (6, [], 0)
+    for address, result in results_of(folder, found).items():
+        assert address.name.startswith(f"{result['variant']}-kitchen-0-")
+        truth, predicted = np.array(list(result["truth"])), np.array(list(result["predictions"]))
+        assert result["score"] == result["metrics"]["accuracy"] == (truth == predicted).mean()
+        assert len(truth) == result["test"]["size"] == result["texts"]["test"] == 148 and result["texts"]["source"] == 744
+        assert result["texts"]["target_labeled"] == (100 if result["setting"] == "semi-supervised" else 0)
+        assert result["target_selected"]["score"] >= result["score"]
+        assert len(result["search"]) == (1 if result["variant"] == "out" else 2)
+        for entry in result["search"]:
+            assert entry["candidates"][0]["step"] == 0 and entry["candidates"][0]["score"] == result["source_score"]
+            assert entry["criterion_score"] == max(each["criterion_score"] for each in entry["candidates"])
+        chosen = result["search"][result["chosen"]]
+        assert chosen["score"] == result["score"], "the observer saw what the finished model says"
+        assert chosen["criterion_score"] == max(entry["criterion_score"] for entry in result["search"])
+        rates = [entry["settings"]["learning_rate"] for entry in result["search"]]
+        assert rates == [2e-5 * factor for factor in ((1,) if result["variant"] == "out" else (1, 2.5))]
+        assert ("history" in result) == (result["variant"] == "mtem")
+        assert result["classes"] == ["negative", "positive"] and result["selected_by"] == "infomax" and not result["oracle"]
+        assert result["overrides"] and result["machine"] and result["versions"]["torch"] and result["settings"]["steps"] == 2
+
+
+def test_theta_1_and_the_test_set_are_shared(ran):
+    found = {(each["setting"], each["variant"]): each for each in results_of(*ran[:2]).values()}
+    assert len({each["test"]["fingerprint"] for each in found.values()}) == 1
+    for setting in protocol.SETTINGS:
+        assert found[setting, "out"]["score"] == found[setting, "mtem"]["source_score"] == found[setting, "out"]["source_score"]
+
+
+def test_test_texts_and_their_labels_never_reach_adapt(pheme, tmp_path, monkeypatch):
+    seen = []
+    original = search.adapt
+
+    def watched(source, target, **given):
+        seen.append(
+            (target, given["target_labeled"], {name: given[name] for name in given if name not in ("observe", "progress")})
+        )
+        return original(source, target, **given)
+
+    monkeypatch.setattr(search, "adapt", watched)
+    overrides = {name: value for name, value in TINY.items() if name != "max_length"} | {"vocabulary": 60}
+    found = protocol.plan(
+        ["general"], "pheme", "bigcn", "bigcn", seeds=[1], targets=["ferguson"], overrides=overrides,
+        variants=["out", "out-as-is", "oracle"],
+    )  # fmt: skip
+    summary = runner.run(found, tmp_path, data=pheme, model="bigcn", device="cpu")
+    assert not summary.failed, summary.failed
+    test = {tuple(tree.texts) for tree in search.Group(found[0], pheme, "bigcn", "cpu", tmp_path).test.threads()}
+    for target, few, _ in seen:
+        for corpus in (target, few):
+            assert corpus is None or not test & {tuple(tree.texts) for tree in corpus.threads()}
+        assert not target.labeled and (few is None or len(few) in (100, 112, 212))
+    results = {(each["setting"], each["variant"]): each for each in results_of(tmp_path, found).values()}
+    assert {key: each["texts"]["target_labeled"] for key, each in results.items()} == {
+        ("unsupervised", "out"): 0, ("unsupervised", "out-as-is"): 0, ("unsupervised", "oracle"): 112,
+        ("semi-supervised", "out"): 100, ("semi-supervised", "out-as-is"): 100, ("semi-supervised", "oracle"): 212,
+    }  # fmt: skip
+    for result in results.values():
+        assert result["score"] == result["metrics"]["f1"]["rumour"] and 0 < result["metrics"]["trivial_f1"] < 1
+        assert result["search"][0]["score"] == result["score"] and result["oracle"] == (result["variant"] == "oracle")
+        assert result["settings"]["target_class_prior"] == ("none" if result["variant"] == "out-as-is" else "uniform")
+
+
+def test_without_labels_of_the_pool_the_oracle_learns_one_half_of_the_test_set_to_predict_the_other(
+    amazon, encoder, tmp_path, monkeypatch
+):
+    seen = []
+    original = search.adapt
+
+    def watched(source, target, **given):
+        adapted = original(source, target, **given)
+        seen.append((set(given["target_labeled"].texts()), adapted))
+        return adapted
+
+    monkeypatch.setattr(search, "adapt", watched)
+    found = planned(encoder, ["oracle"])
+    summary = runner.run(found, tmp_path, data=amazon, model=str(encoder), device="cpu")
+    assert not summary.failed, summary.failed
+    group = search.Group(found[0], amazon, str(encoder), "cpu", tmp_path)
+    texts = list(group.test.texts())
+    result = results_of(tmp_path, found)[found[0].address]
+    assert result["oracle"] and len(seen) >= 2
+    (first, one), (second, other) = seen[:2]
+    assert not first & second and first | second == set(texts)
+    for known, adapted in ((first, other), (second, one)):  # who predicts a text has not learned its label
+        rows = [number for number, text in enumerate(texts) if text in known]
+        expected = adapted.predict([texts[row] for row in rows])
+        assert [result["classes"][int(result["predictions"][row])] for row in rows] == expected
+    meant = np.unpackbits(np.frombuffer(bytes.fromhex(result["test"]["rows"]), dtype=np.uint8))
+    assert meant.sum() == len(texts)
+
+
+def test_on_threads_out_is_what_every_method_begins_from(pheme, tmp_path):
+    """The correction of the prior, too, must be the same for all."""
+    overrides = {"source_epochs": 1, "epochs": 1, "evaluations": 1, "vocabulary": 60, "batch_size": 20}
+    given = {"seeds": [0], "targets": ["ferguson"], "settings_": ["unsupervised"], "variants": ["out", "fixmatch", "mtem"]}
+    found = protocol.plan(["general"], "pheme", "bigcn", "bigcn", overrides=overrides, **given)
+    assert not runner.run(found, tmp_path, data=pheme, model="bigcn", device="cpu").failed
+    results = list(results_of(tmp_path, found).values())
+    assert len({each["source_score"] for each in results}) == 1 and results[0]["score"] == results[0]["source_score"]
+    for result in results:
+        assert result["search"][result["chosen"]]["score"] == result["score"] <= result["target_selected"]["score"]
+
+
+def test_theta_1_is_there_for_who_comes_later(ran, amazon, encoder, monkeypatch):
+    folder, found, _ = ran
+    kept = list((folder / runner.SOURCE_MODELS).glob("*/*/*/*/*"))
+    assert len(kept) == 2 and all((place / "run.json").is_file() for place in kept)
+    begun = []
+    monkeypatch.setattr(search, "adapt", lambda *given, **options: begun.append(options["method"]) or adapt(*given, **options))
+    later = planned(encoder, ["dann"])
+    assert runner.run(later, folder, data=amazon, model=str(encoder), device="cpu").done == 1
+    assert begun == ["dann", "dann"], "the search, and no training of the source model"
+    scores = results_of(folder, [found[0], *later]).values()
+    assert len({each["source_score"] for each in scores}) == 1
+    (folder / later[0].address).unlink()
