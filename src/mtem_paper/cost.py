@@ -41,7 +41,7 @@ from mtem.training.settings import TrainingSettings
 from mtem.training.trainer import Trainer
 
 # "pieces 2": the source batch in two microbatches; "v at theta": without the virtual step's own gradient (virtual_step=false)
-ENGINES = ("plain", "layerwise", "layerwise, pieces 2", "layerwise, v at theta", "forward", "taylor", "second-order")
+ENGINES = ("plain", "layerwise", "layerwise, 2 microbatches", "layerwise, v at theta", "forward", "taylor", "second-order")
 # Shapes with random weights: the cost does not depend on them.
 SHAPES: dict[str, dict[str, int]] = {
     "bert-base": {},
@@ -195,7 +195,7 @@ class Bench:
             own = {field.name for field in dataclasses.fields(MtemSettings)}
             chosen = {name: value for name, value in PAPER.items() if name in own}
             chosen |= {"engine": case.engine.split(",")[0], "virtual_step": "at theta" not in case.engine}
-            chosen["source_microbatches"] = 2 if "pieces 2" in case.engine else 1
+            chosen["source_microbatches"] = 2 if "2 microbatches" in case.engine else 1
             self.method = Probe(model, MtemSettings(**chosen), context)
             self.method.labels = target.labels
         model.eval()

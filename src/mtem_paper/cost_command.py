@@ -20,7 +20,7 @@ def cost(
         str | None,
         typer.Option(
             help="Some of the rows, with semicolons; all without it: plain; layerwise (the default engine of 'mtem adapt'); "
-            "layerwise, pieces 2; layerwise, v at theta; forward; taylor; second-order."
+            "layerwise, 2 microbatches; layerwise, v at theta; forward; taylor; second-order."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",

@@ -248,7 +248,8 @@ def test_engines_are_all_named(mtem):
         code, text, _ = mtem(*words)
         flat = " ".join(text.replace("│", " ").split())
         assert code == 0 and all(engine in flat for engine in engines), words
-    assert "layerwise (the default" in flat
+        default = {"adapt": "layerwise (exact; the default)", "settings": "engine layerwise"}
+        assert default.get(words[0], "") in flat, words
 
 
 # ---------------------------------------------------------------------- bad input

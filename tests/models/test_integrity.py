@@ -287,7 +287,7 @@ def test_a_run_whose_parts_do_not_fit(run, tmp_path):
         (place / "run.json").write_text(json.dumps({**told, **values}))
         return place
 
-    with pytest.raises(RequestError, match=r"the classes bad, good and its run\.json says good, bad"):
+    with pytest.raises(RequestError, match=r"the classes bad, good and its run\.json has good, bad"):
         mtem.load(says(classes=["good", "bad"]))
     place = says()
     (place / "run.json").write_text("[1]")

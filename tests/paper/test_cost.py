@@ -12,7 +12,7 @@ from mtem.cli.main import app
 from mtem_paper import cost
 from tests.conftest import make_encoder
 
-ENGINES = "plain; layerwise; layerwise, pieces 2; layerwise, v at theta; forward; taylor; second-order"
+ENGINES = "plain; layerwise; layerwise, 2 microbatches; layerwise, v at theta; forward; taylor; second-order"
 KEYS = ("device", "model", "batch", "length", "precision", "attention", "seconds", "time_ratio", "memory_ratio", "torch", "seed")
 
 

@@ -142,7 +142,7 @@ def test_an_interrupted_run_leaves_whole_cells_and_no_process(amazon, encoder, t
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert "1 of 2 cells" in output and "the same command goes on from here" in errors
+    assert "1 of 2 cells" in output and "the same command continues from here" in errors
     wait_for(lambda: not is_group(process.pid), "the end of the workers")
     # nobody writes there any more
     assert [path for path in (tmp_path / "r" / "cells").rglob("*") if path.is_file()] == [out] and not waiting.exists()

@@ -21,7 +21,6 @@ from mtem.models.base import CosineHead
 from mtem.models.trees import model as tree_model
 from mtem.models.trees.encoded import EncodedThreads
 from mtem.models.trees.model import BigcnModel, BigcnSettings
-from mtem.progress import Progress
 from mtem.training.settings import TrainingSettings
 from tests.bench import stopped_after
 from tests.conftest import GOOD, PLAIN, make_encoder, make_texts, write_jsonl
@@ -546,19 +545,10 @@ def test_other_features_serve_a_run(files, vectors, encoder, tmp_path, features)
     assert_near(mtem.load(tmp_path / "run").predict_proba(test), adapted.predict_proba(test), dtype=torch.float32)
 
 
-class Watched(Progress):
-    def __init__(self):
-        super().__init__(quiet=True)
-        self.lines = []
-
-    def notice(self, line):
-        self.lines.append(line)
-
-
-def test_plain_texts_are_allowed_and_told(reviews):
-    watched = Watched()
-    adapted = mtem.adapt(str(reviews["books"]), str(reviews["kitchen"]), progress=watched, **SMALL)
-    assert [line.split(":")[0] for line in watched.lines if "without replies" in line] == ["books.jsonl", "kitchen.jsonl"]
+def test_plain_texts_are_allowed_with_a_warning(reviews, caplog):
+    adapted = mtem.adapt(str(reviews["books"]), str(reviews["kitchen"]), **SMALL)
+    warned = [line.split(":")[0] for line in caplog.messages if "without replies" in line]
+    assert warned == ["books.jsonl", "kitchen.jsonl"]
     assert adapted.predict(["good1 good2", "bad1 bad2"]) == ["good", "bad"]
 
 
@@ -660,9 +650,8 @@ def test_even_shares_are_assumed_unless_the_paper_is_asked_for(tmp_path):
     assert mtem.adapt(source, target, target_class_prior="none", **given).record["target_class_prior"] is None
 
 
-def test_an_encoder_given_threads_says_that_it_sees_the_first_posts(files, encoder):
-    watched = Watched()
+def test_an_encoder_given_threads_warns_that_it_reads_the_first_posts(files, encoder, caplog):
     given = {"max_length": 16, "steps": 1, "source_epochs": 0.2, "batch_size": 8}
-    mtem.adapt(str(files["paris"]), str(files["ferguson"]), model=encoder, progress=watched, **given)
-    told = [line for line in watched.lines if "reads only the first post" in line]
-    assert len(told) == 2 and all("--model bigcn" in line for line in told)
+    mtem.adapt(str(files["paris"]), str(files["ferguson"]), model=encoder, **given)
+    warned = [line for line in caplog.messages if "reads only the first post" in line]
+    assert len(warned) == 2 and all("--model bigcn" in line for line in warned)
