@@ -291,7 +291,7 @@ def test_a_run_whose_parts_do_not_fit(run, tmp_path):
         mtem.load(says(classes=["good", "bad"]))
     place = says()
     (place / "run.json").write_text("[1]")
-    with pytest.raises(RequestError, match="no record of a run"):
+    with pytest.raises(RequestError, match="not the record of a run"):
         mtem.load(place)
     place = says()
     shutil.rmtree(place / "model")
