@@ -40,7 +40,7 @@ from mtem.training.devices import find_device, find_precision
 from mtem.training.settings import TrainingSettings
 from mtem.training.trainer import Trainer
 
-# "2 microbatches": the source batch in two microbatches; "v at theta": without the virtual step's own gradient (virtual_step=false)
+# "2 microbatches": source_microbatches=2. "v at theta": virtual_step=false.
 ENGINES = ("plain", "layerwise", "layerwise, 2 microbatches", "layerwise, v at theta", "forward", "taylor", "second-order")
 # Shapes with random weights: the cost does not depend on them.
 SHAPES: dict[str, dict[str, int]] = {
