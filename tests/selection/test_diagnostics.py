@@ -1,5 +1,8 @@
-"""Warnings that do not depend on logits; those about predictions are tested in test_accuracy_estimate.py."""
+"""Warnings about the data and about runs; those about predictions are tested in test_accuracy_estimate.py."""
 
+from mtem.data.loading import load_corpus
+from mtem.models.text import TextModel
+from mtem.models.trees.model import BigcnModel
 from mtem.selection import diagnostics
 
 
@@ -15,3 +18,15 @@ def test_messages_name_the_figures():
         "the source model is kept: by infomax no weights of the adaptation were better (0.2500); the adapted ones were not used"
     )
     assert diagnostics.text_cut(256, 64) == "max_length=256: the encoder takes 64 tokens; longer texts are truncated"
+
+
+def test_data_warnings_come_from_the_corpus_its_files_and_the_model(tmp_path):
+    for name, column, labels in (("a.csv", "text", "good bad"), ("b.csv", "review", "Good bad")):
+        rows = [f"words {i},{label}" for i, label in enumerate(labels.split() * 2)]
+        (tmp_path / name).write_text("\n".join([f"{column},label", *rows]) + "\n")
+    corpus = load_corpus([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], labeled=True)
+    lines = diagnostics.data_warnings(corpus, BigcnModel)
+    assert any("text column differs" in line for line in lines)
+    assert any("'Good'" in line and "'good'" in line for line in lines)
+    assert any("without replies" in line for line in lines)
+    assert not any("without replies" in line for line in diagnostics.data_warnings(corpus, TextModel))

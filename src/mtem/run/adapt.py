@@ -166,7 +166,7 @@ def load_corpora(
         corpus = load_corpus(data, labeled=labeled, name=name, **columns)
         for line in summary.describe_files(corpus):
             logger.info(line)
-        for line in (*corpus.notices, *summary.warnings(corpus), *model_cls.warnings_for(corpus)):
+        for line in diagnostics.data_warnings(corpus, model_cls):
             logger.warning(line)
         return corpus
 

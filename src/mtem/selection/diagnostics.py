@@ -1,4 +1,4 @@
-"""Every warning about a run that a user can get, in plain words."""
+"""Every warning that a run can give: about its data, and about its result."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from mtem.data import summary
+from mtem.data.corpus import Corpus
+from mtem.models.base import Model
 from mtem.selection.accuracy_estimate import FEWEST_HELD_OUT_TEXTS
 
 FEW_TARGET_TEXTS = 200
 FEW_HELD_OUT_TEXTS = 50
 LARGE_SHARE_DISTANCE = 0.15  # between source labels and target predictions
 LARGE_CHANGE = 0.3  # share of the target predictions that the adaptation changed
+
+
+def data_warnings(corpus: Corpus, model_cls: type[Model]) -> list[str]:
+    """Return one line per thing to check in the data: repairs, differences between files, what the model cannot read."""
+    return [*corpus.notices, *summary.warnings(corpus), *model_cls.warnings_for(corpus)]
 
 
 def result_warnings(
