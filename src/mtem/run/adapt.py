@@ -20,7 +20,7 @@ from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
 from mtem.methods.base import Method
 from mtem.models import encoders
-from mtem.models.base import Model
+from mtem.models.base import Model, ModelSettings
 from mtem.progress import Progress
 from mtem.run.directory import RunDirectory
 from mtem.run.pipeline import Observer, Run
@@ -40,7 +40,7 @@ class AdaptSettings(NamedTuple):
 
     training: TrainingSettings
     method: Any
-    model: Any
+    model: ModelSettings
 
     def record(self) -> dict[str, Any]:
         """Return all settings as one flat dict, for run.json."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mtem.data.corpus import Corpus
 from mtem.data.splits import hold_out
-from mtem.models.base import Model
+from mtem.models.base import EncodedCorpus, Model
 from mtem.progress import Progress
 from mtem.run.directory import RunDirectory
 from mtem.training.settings import TrainingSettings
@@ -77,7 +77,7 @@ class RunInputs:
             often = share or len(rows) / len(self.train_rows)
             self.target_labeled_stream = Stream(model, labeled, rows, self.labels, texts_per_batch(size, often), 2 * seed + 1)
 
-    def _encoded(self, corpus: Corpus, name: str, directory: RunDirectory, progress: Progress):  # type: ignore[no-untyped-def]
+    def _encoded(self, corpus: Corpus, name: str, directory: RunDirectory, progress: Progress) -> EncodedCorpus:
         with progress.stage(f"tokens of the {name} {self.unit}", len(corpus)):
             tokens = self.model.encode(corpus, progress=lambda done, _: progress.advance(done))
         path = directory.frozen_path(name)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -243,7 +244,12 @@ class Run:
         known = None if anchor is None else (anchor, before_corrected.target_logits)
         return {"before": first, "after": self.estimate(after, shares, known)}
 
-    def estimate(self, outputs: CandidateOutputs, shares: Any = None, anchor: Any = None) -> Estimate | None:
+    def estimate(
+        self,
+        outputs: CandidateOutputs,
+        shares: np.ndarray | None = None,
+        anchor: tuple[Estimate, np.ndarray] | None = None,
+    ) -> Estimate | None:
         """Estimate the accuracy of a model that is corrected for `shares`; None where there is too little data."""
         few = len(self.inputs.held_out_rows) < accuracy_estimate.FEWEST_HELD_OUT_TEXTS
         if not outputs.finite or (few and not self.left_out):

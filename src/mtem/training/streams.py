@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from mtem.data.batching import Batches, on_device
 from mtem.methods.base import Batch
-from mtem.models.base import Model
+from mtem.models.base import EncodedCorpus, Model
 
 BUCKET = 50  # batches that are sorted by length together, to save padding
 
@@ -39,7 +37,7 @@ class Stream:
     """
 
     def __init__(
-        self, model: Model, tokens: Any, rows: np.ndarray, labels: np.ndarray | None, size: int, seed: int,
+        self, model: Model, tokens: EncodedCorpus, rows: np.ndarray, labels: np.ndarray | None, size: int, seed: int,
         *, extra: np.ndarray | None = None, extra_share: float = 0.0,
     ) -> None:  # fmt: skip
         self.model, self.tokens = model, tokens
