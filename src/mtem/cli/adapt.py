@@ -68,8 +68,8 @@ def adapt(
     from mtem.run.adapt import adapt as run_adapt
 
     if features is not None and model not in models.names("features"):
-        known = " or ".join(models.names("features"))
-        raise RequestError(f"--features {features}: --model {model} has no features of posts; use --model {known}")
+        suitable = " or ".join(models.names("features"))
+        raise RequestError(f"--features {features}: --model {model} has no features of posts; use --model {suitable}")
     for name in given:
         if name in inspect.signature(run_adapt).parameters:
             raise RequestError(f"--set {name}={given[name]}: '{name}' is an option, not a setting; see 'mtem adapt --help'")
@@ -105,5 +105,5 @@ def print_summary(record: dict[str, Any], output: Path) -> None:
             out.print(f"  {name:<7}{text}")
         for note in after.get("notes", ()):
             out.print(Text(f"  {note}"))
-    what = f"{record.get('unit', 'texts')} and indexes"
-    out.print(Text(f"model: {output / 'model'}   record: {output / 'run.json'}   {what}: {output / 'indexes.parquet'}"))
+    table = f"{record.get('unit', 'texts')} and indexes"
+    out.print(Text(f"model: {output / 'model'}   record: {output / 'run.json'}   {table}: {output / 'indexes.parquet'}"))

@@ -161,8 +161,8 @@ def density(outputs: CandidateOutputs, *, rows: int = DENSITY_ROWS, block: int =
     total = 0.0
     for start in range(0, count, block):
         similarity = unit[start : start + block] @ unit.T / DENSITY_TEMPERATURE
-        here = np.arange(len(similarity))
-        similarity[here, start + here] = -np.inf
+        positions = np.arange(len(similarity))
+        similarity[positions, start + positions] = -np.inf
         total += float(entropy(log_softmax(similarity)).sum())
     return total / count
 
