@@ -92,7 +92,7 @@ class Peer(cost.Bench):
 class Higher(Peer):
     """A stateless copy of the model that takes its parameters as arguments, and a differentiable SGD.
 
-    `innerloop_ctx`, the short form, would make that copy anew in every step: some 60 ms of Python for BERT-base's layers.
+    `innerloop_ctx`, the short form, would make a new copy in every step: some 60 ms of Python for BERT-base's layers.
     """
 
     module, package = "higher", "higher"

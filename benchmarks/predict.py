@@ -48,10 +48,12 @@ def start(name: str, path: str, batch: int, threads: int, folder: str) -> dict[s
 
 def run(texts: list[str]) -> dict[str, Any]:
     """Return seconds, processor seconds, peak memory and the predicted labels."""
+    from mtem_paper import cost
+
     start_time, used = time.perf_counter(), time.process_time()
     labels = _engine(texts)
     seconds = {"seconds": time.perf_counter() - start_time, "cpu_seconds": time.process_time() - used}
-    return {**seconds, "memory": peak(), "labels": labels}
+    return {**seconds, "memory": cost.resident(), "labels": labels}
 
 
 def _pipeline(path: str, batch: int, folder: Path) -> tuple[Callable[[list[str]], list[str]], dict[str, Any]]:
@@ -118,13 +120,6 @@ def _floor(path: str, batch: int, folder: Path) -> tuple[Callable[[list[str]], l
         return []
 
     return engine, {"length": model.max_length, "operations_per_token": slope}
-
-
-def peak() -> int:
-    """Return the peak resident memory of this process, in bytes."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # ---------------------------------------------------------------------- speed
@@ -272,7 +267,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,2,4,8,16,32,64,128", help="of the pipeline; the first is what ratios are against")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
-    parser.add_argument("--limit", type=int, help="so many texts at most")
+    parser.add_argument("--limit", type=int, help="use at most this many texts")
     parser.add_argument("--growth", help="sizes of files with commas between: measure memory instead")
     parser.add_argument("--name", help="what the rows call the model; without it the name of its folder")
     parser.add_argument("--json", type=Path)

@@ -2,8 +2,8 @@
 
     python benchmarks/run_time.py tokens --data DIR       tokenization with one and with two cores, in a forked process, cached
     python benchmarks/run_time.py padding --data DIR      share of padding in the training batches
-    python benchmarks/run_time.py optimizer               the fused AdamW beside the others
-    python benchmarks/run_time.py frozen                  the upper two layers trained, beside all of them
+    python benchmarks/run_time.py optimizer               the fused AdamW compared with the others
+    python benchmarks/run_time.py frozen                  the upper two layers trained, compared with all of them
     python benchmarks/run_time.py stages                  one adaptation of the bundled sample, stage by stage
 
 DIR holds <domain>.labeled.jsonl.gz and <domain>.unlabeled.jsonl.gz of the Amazon reviews.

@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--small", type=int, help="a trial: so many threads of each event")
+    parser.add_argument("--small", type=int, help="a trial: this many threads of each event")
     parser.add_argument("--shorter", type=float, default=1.0, help="a trial: this part of all steps")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=5e-5)
-    parser.add_argument("--small", type=int, help="a trial: so many texts of each kind")
+    parser.add_argument("--small", type=int, help="a trial: this many texts of each kind")
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()
     pretrain(args) if args.what == "pretrain" else adapt(args)

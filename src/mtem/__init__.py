@@ -1,4 +1,4 @@
-"""Adapt a text classifier to a domain where nobody has labels.
+"""Adapt a text classifier to a domain without labels.
 
 import mtem
 adapted = mtem.adapt(["books.csv", "dvd.csv"], "kitchen.csv", output="run")

@@ -215,7 +215,7 @@ def complexity_at_least(features: np.ndarray, draws: int, seed: int) -> float:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a head that has not converged still gives a lower estimate
             head = LogisticRegression(C=10.0, max_iter=100).fit(scaled, signs)
-        # The signs' own mean, 0 in expectation, would be noise: hence the half.
+        # The signs' own mean, 0 in expectation, would be noise, so 1/2 is subtracted.
         values.append(float(np.mean(signs * (head.predict_proba(scaled)[:, 1] - 0.5))))
     return max(0.0, float(np.mean(values)))
 

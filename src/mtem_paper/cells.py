@@ -46,7 +46,7 @@ class Cell:
     seed: int
     method: str  # a name, or the file of a method
     preset: str
-    given: Mapping[str, Any]  # settings beside those of the preset
+    given: Mapping[str, Any]  # settings in addition to those of the preset
     changed: Mapping[str, Any]  # settings that are not at their defaults and may change the score
     factors: tuple[float, ...]  # the search: factors of the adaptation's learning rate
     oracle: bool = False

@@ -149,7 +149,7 @@ class Variant:
     groups
         The experiments it is part of.
     preset, given
-        The method's preset, and settings beside those of the preset.
+        The method's preset, and settings in addition to those of the preset.
     oracle
         Whether it is trained on the labels of the unlabeled examples or, where these are unknown, of half of the test set.
     uncorrected

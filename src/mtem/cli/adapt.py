@@ -88,10 +88,10 @@ def print_summary(record: dict[str, Any], output: Path) -> None:
 
     choice = record["selection"]
     if choice["kept_source_model"]:
-        kept = "the source model was kept" if record["steps"]["adapt"] else "source training only"
+        summary = "the source model was kept" if record["steps"]["adapt"] else "source training only"
     else:
-        kept = f"weights of step {choice['chosen_step']} of {record['steps']['adapt']}, chosen by {choice['criterion']}"
-    out.print(Text(kept))
+        summary = f"weights of step {choice['chosen_step']} of {record['steps']['adapt']}, chosen by {choice['criterion']}"
+    out.print(Text(summary))
     estimates = record.get("estimate") or {}
     if not any(estimates.get(name) for name in ("before", "after")):
         out.print(Text(no_estimate(record), style="yellow"))
