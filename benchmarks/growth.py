@@ -1,12 +1,11 @@
-"""Time and memory of an adaptation against the number of unlabeled texts, by stage, and what the entropy indexes take of a step.
+"""Time and memory of an adaptation against the number of unlabeled texts, by stage, and the share of the indexes in a step.
 
     python benchmarks/growth.py [--sizes 1000,10000,100000,1000000]
 
 The texts are beginnings of the sample's kitchen reviews, repeated and numbered so that no two are the same. The encoder is a
-tiny one drawn at random, and the number of steps is the same for all sizes: what grows is the work on the texts themselves
-(reading, tokens, choosing batches, the final prediction, the table), and that is what is looked at. Every size has a process
-of its own. Memory is that of the process: "anonymous" is what it holds, without the pages of memory-mapped files, which the
-system takes back when it needs them.
+tiny one with random weights, and the number of steps is the same for all sizes. So only the work on the texts themselves grows:
+reading, tokens, choosing batches, the final prediction, the table. Every size runs in its own process. Memory is that of the
+process; "anonymous" excludes the pages of memory-mapped files, which the system can reclaim.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def write_encoder(path: Path, seed: int) -> None:
 
 
 class Memory:
-    """The largest memory of this process, by stage, in bytes; empty where the system does not say."""
+    """The largest memory of this process, by stage, in bytes; empty where the system has no /proc."""
 
     FIELDS = ("VmHWM", "RssAnon")
 
@@ -74,7 +73,7 @@ class Memory:
 
         def sample() -> None:
             while not done.wait(every):
-                self.look()
+                self.sample_once()
 
         thread = threading.Thread(target=sample, daemon=True)
         thread.start()
@@ -84,7 +83,7 @@ class Memory:
             done.set()
             thread.join()
 
-    def look(self) -> None:
+    def sample_once(self) -> None:
         status = Path("/proc/self/status")
         if status.exists():
             lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
@@ -93,21 +92,21 @@ class Memory:
                 largest[self.clock.now] = max(largest[self.clock.now], int(lines[name].split()[0]) * 1024)
 
 
-def measured(given: argparse.Namespace, size: int, folder: str) -> dict[str, Any]:
-    """One adaptation, in this process."""
-    place = Path(folder)
+def measured(args: argparse.Namespace, size: int, folder: str) -> dict[str, Any]:
+    """Run one adaptation in this process and measure it."""
+    directory = Path(folder)
     clock = Clock()
     memory = Memory(clock)
-    with mock.patch.dict(os.environ, MTEM_CACHE=str(place / f"cache-{size}")), memory.sampled(), clock.watching():
-        memory.look()
+    with mock.patch.dict(os.environ, MTEM_CACHE=str(directory / f"cache-{size}")), memory.sampled(), clock.watching():
+        memory.sample_once()
         before = dict(memory.largest["RssAnon"])
-        settings = {**SETTINGS, "steps": given.steps, "batch_size": given.batch, "max_length": given.length, "seed": given.seed}
+        settings = {**SETTINGS, "steps": args.steps, "batch_size": args.batch, "max_length": args.length, "seed": args.seed}
         mtem.adapt(
-            str(sample_path("books.jsonl.gz")), str(place / f"{size}.jsonl"), model=place / "encoder",
-            output=place / f"run-{size}", **settings,
+            str(sample_path("books.jsonl.gz")), str(directory / f"{size}.jsonl"), model=directory / "encoder",
+            output=directory / f"run-{size}", **settings,
         )  # fmt: skip
-    step = clock.seconds["adaptation steps"] / given.steps
-    index = index_seconds(size, given.batch)
+    step = clock.seconds["adaptation steps"] / args.steps
+    index = index_seconds(size, args.batch)
     largest = {name: max(values.values(), default=None) for name, values in memory.largest.items()}
     return {
         "texts": size,
@@ -117,7 +116,7 @@ def measured(given: argparse.Namespace, size: int, folder: str) -> dict[str, Any
         "anonymous_memory": largest["RssAnon"],
         "anonymous_memory_at_start": max(before.values(), default=None),
         "anonymous_memory_by_stage": dict(memory.largest["RssAnon"]),
-        "steps": given.steps,
+        "steps": args.steps,
         "step_seconds": step,
         "index_seconds": index,
         "index_share": index / step,
@@ -125,20 +124,20 @@ def measured(given: argparse.Namespace, size: int, folder: str) -> dict[str, Any
 
 
 def index_seconds(size: int, batch: int, repeats: int = 500) -> float:
-    """What a step does with the indexes beside their gradient: read those of a batch, move them, write and read them again.
+    """Return the time of a step for the indexes without their gradient: read those of a batch, update, write, read again.
 
-    The quantiles that every tenth step logs are counted with a tenth.
+    The quantiles, which only every tenth step logs, count one tenth.
     """
     index = torch.full((size,), 2.0)
     method = types.SimpleNamespace(settings=MtemSettings())
     moves, quantiles = [], []
     for number in range(repeats):
         rows, gradient = torch.randint(size, (batch,)), torch.randn(batch)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         index[rows] = Mtem.updated_index(method, index[rows], gradient, number)  # type: ignore[arg-type]
         _ = index[rows]
         moved = time.perf_counter()
-        moves.append(moved - begun)
+        moves.append(moved - start)
         if number % 10 == 0:
             torch.quantile(index[:: -(-size // QUANTILE_SAMPLE)], torch.tensor([0.1, 0.5, 0.9])).tolist()
             quantiles.append(time.perf_counter() - moved)
@@ -146,18 +145,18 @@ def index_seconds(size: int, batch: int, repeats: int = 500) -> float:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """Sizes in MiB."""
+    """Print the rows, with sizes in MiB."""
     large = ("memory", "anonymous_memory")
-    shown = [{**one, **{name: one[name] and one[name] / 2**20 for name in large}} for one in rows]
+    shown = [{**line, **{name: line[name] and line[name] / 2**20 for name in large}} for line in rows]
     columns = {"seconds": ".1f", "memory": ".0f", "anonymous_memory": ".0f", "step_seconds": ".4f", "index_share": ".3%"}
     show(shown, columns)
-    stages = list(dict.fromkeys(name for one in rows for name in one["stages"]))
+    stages = list(dict.fromkeys(name for line in rows for name in line["stages"]))
     for unit, field, scale, form in (("seconds", "stages", 1, ".2f"), ("MiB", "anonymous_memory_by_stage", 2**20, ".0f")):
         lines = [
-            {"engine": f"{stage}, {unit}", **{str(one["texts"]): one[field].get(stage, 0) / scale for one in rows}}
+            {"engine": f"{stage}, {unit}", **{str(line["texts"]): line[field].get(stage, 0) / scale for line in rows}}
             for stage in stages
         ]
-        show(lines, {str(one["texts"]): form for one in rows})
+        show(lines, {str(line["texts"]): form for line in rows})
 
 
 def main() -> None:
@@ -168,20 +167,20 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("results/cost/growth.json"))
-    given = parser.parse_args()
-    given.model = "bert, 1 layer of width 16, random"
+    args = parser.parse_args()
+    args.model = "bert, 1 layer of width 16, random"
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        write_encoder(Path(folder) / "encoder", given.seed)
-        for size in map(int, given.sizes.split(",")):
+        write_encoder(Path(folder) / "encoder", args.seed)
+        for size in map(int, args.sizes.split(",")):
             write_texts(Path(folder) / f"{size}.jsonl", size)
-            found = apart(measured, given, size, folder)
-            rows.append(row(f"adapt, {size} texts", found.pop("seconds"), given, **found))
-    for one in rows:
-        one["time_ratio"] = one["seconds"] / rows[0]["seconds"]
-        one["memory_ratio"] = one["memory"] / rows[0]["memory"] if one["memory"] else None
+            result = apart(measured, args, size, folder)
+            rows.append(row(f"adapt, {size} texts", result.pop("seconds"), args, **result))
+    for line in rows:
+        line["time_ratio"] = line["seconds"] / rows[0]["seconds"]
+        line["memory_ratio"] = line["memory"] / rows[0]["memory"] if line["memory"] else None
     print_rows(rows)
-    write_json(given.json, rows)
+    write_json(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""MTEM's step beside what one would otherwise build it from: betty's darts, higher and torchopt, on the same model and batches.
+r"""MTEM's step compared with the same step built with betty's darts, higher and torchopt, on the same model and batches.
 
     pip install -e '.[peers]'
     python benchmarks/peers.py --model minilm --batch 32 --length 128 --device cpu --repeats 5 --json results/cost/peers-cpu.json
@@ -6,16 +6,16 @@ r"""MTEM's step beside what one would otherwise build it from: betty's darts, hi
 A row is a whole step of Algorithm 1: the virtual gradient step on the mean Tsallis loss, the gradient of the source loss in the
 indexes through it, the update of the indexes, and AdamW on the Tsallis loss with the new ones. Model, batches, precision, the
 indexes' rule, the final update and the clock are those of `mtem cost`, whose engines are rows here too. The pseudo labels are
-given; a peer would draw them from the scores of its inner pass, so none is charged a pass for them (forward, taylor and
-second-order, as they are in `mtem`, do spend one).
+given: a peer would draw them from the logits of its inner pass, so no pass for them is timed (forward, taylor and second-order
+of `mtem` do run one).
 
 higher and torchopt differentiate the virtual step's gradient, which the fused attention kernels cannot: their inner pass has
-plain-arithmetic attention. Its scores also serve the final update, so neither runs the target batch twice. betty's darts is a
+plain-arithmetic attention. Its logits also serve the final update, so neither runs the target batch twice. betty's darts is a
 central difference and keeps the kernel; its engine rolls the virtual step back and runs the batch again. It departs from
 Algorithm 1 in two ways: the difference is taken around :math:`\hat\theta`, not :math:`\theta`, and :math:`\eta` is missing from
-the result; the latter is put right here.
+the result; the latter is corrected here.
 
-On a CPU every row has a process of its own. A library that is missing is named in its row, and the others are measured.
+On a CPU every row runs in its own process. The row of a missing library says so, and the others are measured.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Peer(cost.Bench):
 
     @classmethod
     def missing(cls) -> str | None:
-        """What to do, and why, where it cannot be measured."""
+        """Return how to install the library, and the error, if it cannot be imported; else None."""
         try:
             importlib.import_module(cls.module)
         except Exception as error:  # a library that is too old for this torch may raise anything
@@ -69,30 +69,30 @@ class Peer(cost.Bench):
 
     def step(self) -> None:
         index = self.method.index[self.target.rows].requires_grad_()
-        scores, gradient = self.outer(index)
+        logits, gradient = self.outer(index)
         self.move(gradient)
-        self.trainer.update(self.target_loss(scores, self.method.index[self.target.rows]))
+        self.trainer.update(self.target_loss(logits, self.method.index[self.target.rows]))
 
     def outer(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The target batch's scores with their graph, and the index gradient. All other graphs end here."""
+        """Return the target batch's logits with their graph, and the index gradient; all other graphs are freed."""
         raise NotImplementedError
 
     def move(self, gradient: Tensor) -> None:
-        """The rule of `mtem` for the indexes; it also keeps the gradient."""
+        """Update the indexes by the rule of `mtem`, which also stores the gradient."""
         rows = self.target.rows
         self.method.index[rows] = self.method.updated_index(self.method.index[rows], gradient, 0)
 
-    def target_loss(self, scores: Tensor, index: Tensor) -> Tensor:
-        return tsallis.loss(torch.log_softmax(scores, dim=-1), self.method.labels, index).mean()
+    def target_loss(self, logits: Tensor, index: Tensor) -> Tensor:
+        return tsallis.loss(torch.log_softmax(logits, dim=-1), self.method.labels, index).mean()
 
-    def source_loss(self, scores: Tensor) -> Tensor:
-        return self.method.cross_entropy(scores, self.source.labels)
+    def source_loss(self, logits: Tensor) -> Tensor:
+        return self.method.cross_entropy(logits, self.source.labels)
 
 
 class Higher(Peer):
-    """A stateless copy of the model that is handed its parameters, and a differentiable SGD.
+    """A stateless copy of the model that takes its parameters as arguments, and a differentiable SGD.
 
-    `innerloop_ctx`, the short form, would make that copy anew in every step: some 60 ms of Python for BERT-base's layers.
+    `innerloop_ctx`, the short form, would make a new copy in every step: some 60 ms of Python for BERT-base's layers.
     """
 
     module, package = "higher", "higher"
@@ -109,14 +109,14 @@ class Higher(Peer):
 
         theta = list(self.model.parameters())
         with self.model.differentiable_attention():
-            scores = self.stateless(self.target.inputs, params=theta)
+            logits = self.stateless(self.target.inputs, params=theta)
         virtual = higher.get_diff_optim(self.virtual, theta)
-        moved = virtual.step(self.target_loss(scores, index), params=theta)
+        moved = virtual.step(self.target_loss(logits, index), params=theta)
         loss = self.source_loss(self.stateless(self.source.inputs, params=moved))
         # in the indexes alone: backward() would also go on to theta
         gradient = torch.autograd.grad(loss, index, retain_graph=True)[0]
         self.stateless.update_params(theta)  # it would keep the virtual step's graph
-        return scores, gradient
+        return logits, gradient
 
 
 class Torchopt(Peer):
@@ -135,13 +135,13 @@ class Torchopt(Peer):
 
         theta, state = torchopt.extract_state_dict(self.model), torchopt.extract_state_dict(self.virtual)
         with self.model.differentiable_attention():
-            scores = self.model(self.target.inputs)
-        self.virtual.step(self.target_loss(scores, index))
+            logits = self.model(self.target.inputs)
+        self.virtual.step(self.target_loss(logits, index))
         loss = self.source_loss(self.model(self.source.inputs))
         gradient = torch.autograd.grad(loss, index, retain_graph=True)[0]
         torchopt.recover_state_dict(self.model, theta)
         torchopt.recover_state_dict(self.virtual, state)
-        return scores, gradient
+        return logits, gradient
 
 
 class Table(nn.Module):
@@ -219,7 +219,7 @@ PEERS: dict[str, type[Peer]] = {"betty darts": Betty, "higher": Higher, "torchop
 
 
 def measure(cases: Sequence[cost.Case], progress: Progress) -> list[dict[str, Any]]:
-    """A row for each case, as `mtem cost` has them."""
+    """Return a row for each case, as `mtem cost` does."""
     rows = []
     with progress.stage("measuring", len(cases)):
         for number, case in enumerate(cases):
@@ -245,7 +245,7 @@ def row_of(case: cost.Case) -> dict[str, Any]:
     row["inner_attention"] = "math" if twice and case.attention == "sdpa" else case.attention
     try:
         if peer:
-            importlib.import_module(peer.module)  # its code is no part of the step's memory
+            importlib.import_module(peer.module)  # so that its code is not counted as memory of the step
         row |= cost.measured(case, make)
     except torch.OutOfMemoryError:
         row["failed"] = "out of memory"
@@ -269,9 +269,9 @@ def version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries, those of the peers that are there."""
-    there = {peer.package: version(peer.package) for peer in PEERS.values() if peer.missing() is None}
-    return {"torch": torch.__version__, "transformers": transformers.__version__, **there}
+    """Return the versions of the libraries, including those of the installed peers."""
+    installed = {peer.package: version(peer.package) for peer in PEERS.values() if peer.missing() is None}
+    return {"torch": torch.__version__, "transformers": transformers.__version__, **installed}
 
 
 def main() -> None:
@@ -287,22 +287,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", default=";".join(known), help="some of them, with semicolons")
     parser.add_argument("--json", type=Path, help="also write the rows there")
-    given = parser.parse_args()
-    wanted = [name.strip() for name in given.rows.split(";")]
-    unknown = [name for name in wanted if name not in known]
+    args = parser.parse_args()
+    requested = [name.strip() for name in args.rows.split(";")]
+    unknown = [name for name in requested if name not in known]
     if unknown:
         parser.error(f"--rows {unknown[0]}: expected some of {'; '.join(known)}")
-    if given.batch < 2 or given.length < 4 or given.repeats < 1:
+    if args.batch < 2 or args.length < 4 or args.repeats < 1:
         parser.error("--batch must be at least 2, --length 4 and --repeats 1")
     names = ("model", "batch", "length", "precision", "attention", "repeats", "seed")
-    shared = {name: getattr(given, name) for name in names}
+    shared = {name: getattr(args, name) for name in names}
     try:
-        shared["device"] = str(find_device(given.device))
-        rows = measure([cost.Case(engine=name, **shared) for name in wanted], Progress())
+        shared["device"] = str(find_device(args.device))
+        rows = measure([cost.Case(engine=name, **shared) for name in requested], Progress())
     except RequestError as error:
         parser.error(str(error))
-    if given.json:
-        write_json(given.json, rows)
+    if args.json:
+        write_json(args.json, rows)
     console = Console()
     cost.render(rows, console)
     for row in rows:

@@ -1,7 +1,7 @@
-"""Which class shares to assume of a breaking event, chosen without that event: nested leave-one-event-out on PHEME with BiGCN.
+"""Class shares to assume for a new event, chosen without that event: nested leave-one-event-out on PHEME with BiGCN.
 
 For each event T of the paper's targets, and each other event s: train on the remaining three, adapt to 70 % of s without labels,
-score the other 30 %. T is nowhere in it, so a setting picked by the mean over s may be used on T.
+score the other 30 %. T is never used, so a setting chosen by the mean over s may be used on T.
 
     python benchmarks/prior.py --data pheme/ --output results/recipe/prior.jsonl [--configurations out,mtem-uniform] [--jobs 2]
     python benchmarks/prior.py --show results/recipe/prior.jsonl
@@ -39,7 +39,7 @@ def cell(data: str, left_out: str, target: str, name: str, seed: int) -> dict[st
     from mtem import metrics
 
     torch.set_num_threads(1)
-    begun = time.monotonic()
+    start = time.monotonic()
     with gzip.open(Path(data) / f"{target}.jsonl.gz", "rt", encoding="utf-8") as file:
         threads = [json.loads(line) for line in file]
     labels = [thread.pop("label") for thread in threads]
@@ -49,21 +49,21 @@ def cell(data: str, left_out: str, target: str, name: str, seed: int) -> dict[st
     probabilities = adapted.predict_proba(test)
     predicted = [adapted.classes[number] for number in probabilities.argmax(axis=1)]
     figures = metrics.evaluate(truth, predicted, adapted.classes, probabilities)
-    rumour = next(each for each in figures.per_class if each.name == "rumour")
+    rumour = next(metric for metric in figures.per_class if metric.name == "rumour")
     return {
         "left_out": left_out, "target": target, "configuration": name, "seed": seed, "f1": rumour.f1,
         "average_precision": rumour.average_precision, "trivial_f1": rumour.trivial_f1, "macro_f1": figures.macro_f1,
         "accuracy": figures.accuracy, "step": adapted.record["selection"]["chosen_step"],
-        "seconds": round(time.monotonic() - begun, 1),
+        "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
 
 
 def show(path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        found[row["configuration"], row["left_out"]].append(row)
-        found[row["configuration"], "mean"].append(row)
+        groups[row["configuration"], row["left_out"]].append(row)
+        groups[row["configuration"], "mean"].append(row)
     columns = [*TARGETS, "mean"]
     print(
         f"rumour F1 (average precision) on the other events, by the event left out\n{'':24}"
@@ -72,7 +72,7 @@ def show(path: Path) -> None:
     for name in dict.fromkeys(row["configuration"] for row in rows):
         cells = []
         for column in columns:
-            group = found[name, column]
+            group = groups[name, column]
             f1, ranked = (sum(row[key] for row in group) / len(group) for key in ("f1", "average_precision"))
             cells.append(f"{f1:.3f} ({ranked:.3f})")
         print(f"{name:24}" + "".join(f"{value:>16}" for value in cells))
@@ -87,27 +87,27 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--show", type=Path)
-    given = parser.parse_args()
-    if given.show:
-        show(given.show)
+    args = parser.parse_args()
+    if args.show:
+        show(args.show)
         return
     done = set()
-    if given.output.exists():
-        rows = map(json.loads, given.output.read_text(encoding="utf-8").splitlines())
+    if args.output.exists():
+        rows = map(json.loads, args.output.read_text(encoding="utf-8").splitlines())
         done = {(row["left_out"], row["target"], row["configuration"], row["seed"]) for row in rows}
-    wanted = [
+    cells = [
         (left_out, target, name, int(seed))
-        for name in given.configurations.split(",")
-        for seed in given.seeds.split(",")
+        for name in args.configurations.split(",")
+        for seed in args.seeds.split(",")
         for left_out in TARGETS
         for target in EVENTS
         if left_out != target
     ]
-    with ProcessPoolExecutor(given.jobs) as pool, given.output.open("a", encoding="utf-8") as file:
-        for future in as_completed([pool.submit(cell, given.data, *key) for key in wanted if key not in done]):
+    with ProcessPoolExecutor(args.jobs) as pool, args.output.open("a", encoding="utf-8") as file:
+        for future in as_completed([pool.submit(cell, args.data, *key) for key in cells if key not in done]):
             file.write(json.dumps(future.result()) + "\n")
             file.flush()
-    show(given.output)
+    show(args.output)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Where the time of a run goes beside the MTEM step itself. On the CPU; every command prints a table and writes JSON rows.
+"""Time of the parts of a run other than the MTEM step. On the CPU; every command prints a table and writes JSON rows.
 
     python benchmarks/run_time.py tokens --data DIR       tokenization with one and with two cores, in a forked process, cached
     python benchmarks/run_time.py padding --data DIR      share of padding in the training batches
-    python benchmarks/run_time.py optimizer               the fused AdamW beside the others
-    python benchmarks/run_time.py frozen                  the upper two layers trained, beside all of them
+    python benchmarks/run_time.py optimizer               the fused AdamW compared with the others
+    python benchmarks/run_time.py frozen                  the upper two layers trained, compared with all of them
     python benchmarks/run_time.py stages                  one adaptation of the bundled sample, stage by stage
 
 DIR holds <domain>.labeled.jsonl.gz and <domain>.unlabeled.jsonl.gz of the Amazon reviews.
@@ -52,56 +52,56 @@ from mtem_paper import cost
 DOMAINS = ("books", "dvd", "electronics", "kitchen")
 
 
-def row(engine: str, seconds: float | None, given: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """A line of results/cost; `seconds` are of the wall clock."""
+def row(engine: str, seconds: float | None, args: argparse.Namespace, **fields: Any) -> dict[str, Any]:
+    """Return a row of results/cost; `seconds` is wall-clock time."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow")}
-    about = {"engine": engine, "device": "cpu", "model": str(given.model), "batch": given.batch, "length": given.length}
-    about |= {"precision": "fp32", "attention": "sdpa", "seed": given.seed, "seconds": seconds}
-    return {**about, "time_ratio": None, "memory_ratio": None, **more, **cost.machine(), "versions": versions}
+    about = {"engine": engine, "device": "cpu", "model": str(args.model), "batch": args.batch, "length": args.length}
+    about |= {"precision": "fp32", "attention": "sdpa", "seed": args.seed, "seconds": seconds}
+    return {**about, "time_ratio": None, "memory_ratio": None, **fields, **cost.machine(), "versions": versions}
 
 
 def show(rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
-    """The rows as a table; `columns` gives each field its format."""
+    """Print the rows as a table; `columns` maps each field to its format."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("engine", *columns):
         table.add_column(name.replace("_", " "), justify="left" if name == "engine" else "right")
-    for one in rows:
-        cells = ("" if one.get(name) is None else format(one[name], form) for name, form in columns.items())
-        table.add_row(one["engine"], *cells)
+    for line in rows:
+        cells = ("" if line.get(name) is None else format(line[name], form) for name, form in columns.items())
+        table.add_row(line["engine"], *cells)
     Console(width=140).print(table)
 
 
 # ---------------------------------------------------------------------- tokens
 
 
-def tokens(given: argparse.Namespace) -> list[dict[str, Any]]:
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def tokens(args: argparse.Namespace) -> list[dict[str, Any]]:
+    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(given.repeats):
+        for _ in range(args.repeats):
             for cores in (1, 2):
                 with mock.patch.dict(os.environ, RAYON_NUM_THREADS=str(cores), MTEM_CACHE=folder):
-                    for name, figures in apart(_tokenized, given).items():
+                    for name, figures in apart(_tokenized, args).items():
                         label = f"tokens, {cores} core{'s'[: cores - 1]}{name}"
-                        found["tokens, cached" if "cached" in name else label].append(figures)
+                        results["tokens, cached" if "cached" in name else label].append(figures)
     rows = []
-    for name, lines in found.items():
+    for name, lines in results.items():
         middle = {key: statistics.median(line[key] for line in lines) for key in lines[0]}
-        base = statistics.median(line["seconds"] for line in found["tokens, 1 core"])
-        rows.append(row(name, middle.pop("seconds"), given, repeats=len(lines), **middle))
+        base = statistics.median(line["seconds"] for line in results["tokens, 1 core"])
+        rows.append(row(name, middle.pop("seconds"), args, repeats=len(lines), **middle))
         rows[-1]["time_ratio"] = rows[-1]["seconds"] / base
     show(rows, {"texts_per_second": ".0f", "seconds": ".2f", "time_ratio": ".3f", "processor_seconds": ".2f", "threads": ".0f"})
     return rows
 
 
-def _tokenized(given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """In a process of its own, since the number of threads is fixed with the first call: fresh, cached, and forked."""
-    corpus = load_corpus([str(given.data / f"{name}.unlabeled.jsonl.gz") for name in DOMAINS], labeled=False)
-    tokenizer = TextModel.create(given.model, ("a", "b")).tokenizer
+def _tokenized(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Measure fresh, cached and forked tokenization; in a new process, since the first call fixes the number of threads."""
+    corpus = load_corpus([str(args.data / f"{name}.unlabeled.jsonl.gz") for name in DOMAINS], labeled=False)
+    tokenizer = TextModel.create(args.model, ("a", "b")).tokenizer
 
     def measured(cache: str) -> dict[str, float]:
-        before, begun, spent = _threads(), time.perf_counter(), time.process_time()
-        tokenize(corpus, tokenizer, given.length, cache=cache)
-        seconds, processor = time.perf_counter() - begun, time.process_time() - spent
+        before, start, spent = _threads(), time.perf_counter(), time.process_time()
+        tokenize(corpus, tokenizer, args.length, cache=cache)
+        seconds, processor = time.perf_counter() - start, time.process_time() - spent
         busy = [spent - before.get(number, 0) for number, spent in _threads().items()]
         threads = sum(spent > 0.1 * max(busy) for spent in busy) if max(busy) else 1
         return {
@@ -123,16 +123,16 @@ def _tokenized(given: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def _threads() -> dict[str, float]:
-    """Processor seconds of every thread of this process; empty where the system does not say."""
-    found = {}
-    for place in Path("/proc/self/task").glob("*/stat"):
-        fields = place.read_text().rpartition(")")[2].split()
-        found[place.parent.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return found or {"": time.process_time()}
+    """Return the processor seconds of every thread of this process; of the whole process where the system has no /proc."""
+    seconds = {}
+    for path in Path("/proc/self/task").glob("*/stat"):
+        fields = path.read_text().rpartition(")")[2].split()
+        seconds[path.parent.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds or {"": time.process_time()}
 
 
 def apart(work: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function in a fresh process."""
+    """Return the result of a function, called in a new process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
@@ -140,20 +140,20 @@ def apart(work: Callable[..., Any], *arguments: Any) -> Any:
 # ---------------------------------------------------------------------- padding
 
 
-def padding(given: argparse.Namespace) -> list[dict[str, Any]]:
-    tokenizer = TextModel.create(given.model, ("a", "b")).tokenizer
+def padding(args: argparse.Namespace) -> list[dict[str, Any]]:
+    tokenizer = TextModel.create(args.model, ("a", "b")).tokenizer
     rows = []
     for target in DOMAINS:
-        source = load_corpus([str(given.data / f"{name}.labeled.jsonl.gz") for name in DOMAINS if name != target], labeled=True)
-        train, _ = hold_out(source, source.classes, TrainingSettings().validation_share, given.seed)
-        pool = load_corpus(str(given.data / f"{target}.unlabeled.jsonl.gz"), labeled=False)
+        source = load_corpus([str(args.data / f"{name}.labeled.jsonl.gz") for name in DOMAINS if name != target], labeled=True)
+        train, _ = hold_out(source, source.classes, TrainingSettings().validation_share, args.seed)
+        pool = load_corpus(str(args.data / f"{target}.unlabeled.jsonl.gz"), labeled=False)
         for name, corpus, chosen in ((f"source without {target}", source, train), (f"unlabeled {target}", pool, slice(None))):
-            lengths = np.asarray(tokenize(corpus, tokenizer, given.length).lengths)[chosen]
+            lengths = np.asarray(tokenize(corpus, tokenizer, args.length).lengths)[chosen]
             shares = {}
-            for kind, options in (("padding", {}), ("padding_unsorted", {"bucket": 1})):
-                batches = Batches(lengths, given.batch, given.seed, **options)
-                shares[kind] = padding_share(lengths, map(batches, range(3 * batches.batches_per_epoch)))
-            rows.append(row(name, None, given, texts=len(lengths), tokens_per_text=float(lengths.mean()), **shares))
+            for order, options in (("padding", {}), ("padding_unsorted", {"bucket": 1})):
+                batches = Batches(lengths, args.batch, args.seed, **options)
+                shares[order] = padding_share(lengths, map(batches, range(3 * batches.batches_per_epoch)))
+            rows.append(row(name, None, args, texts=len(lengths), tokens_per_text=float(lengths.mean()), **shares))
     show(rows, {"texts": "d", "tokens_per_text": ".1f", "padding": ".4f", "padding_unsorted": ".4f"})
     return rows
 
@@ -161,34 +161,37 @@ def padding(given: argparse.Namespace) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- optimizer
 
 
-def optimizer(given: argparse.Namespace) -> list[dict[str, Any]]:
+def optimizer(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, frozen in (("all layers", 0), ("upper two layers", -2)):
-        model = TextModel.create(given.model, ("a", "b"))
+        model = TextModel.create(args.model, ("a", "b"))
         model.freeze(frozen)
-        start = list(model.trainable().values())
-        made = {}
-        for kind in ("loop", "foreach", "fused"):
-            parameters = [torch.nn.Parameter(value.detach().clone()) for value in start]
-            options = {} if kind == "loop" else {kind: True}
-            made[kind] = parameters, torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, **options)
+        initial = list(model.trainable().values())
+        optimizers = {}
+        for implementation in ("loop", "foreach", "fused"):
+            parameters = [torch.nn.Parameter(value.detach().clone()) for value in initial]
+            options = {} if implementation == "loop" else {implementation: True}
+            optimizers[implementation] = parameters, torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, **options)
         times: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        draw = torch.Generator().manual_seed(given.seed)
-        for _ in range(given.repeats + 1):
-            gradients = [torch.randn(value.shape, generator=draw) for value in start]
-            for kind, (parameters, each) in made.items():
+        draw = torch.Generator().manual_seed(args.seed)
+        for _ in range(args.repeats + 1):
+            gradients = [torch.randn(value.shape, generator=draw) for value in initial]
+            for implementation, (parameters, adamw) in optimizers.items():
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
-                begun, spent = time.perf_counter(), time.process_time()
-                each.step()
-                times[kind].append((time.perf_counter() - begun, time.process_time() - spent))
-        middle = {kind: [statistics.median(column) for column in zip(*lines[1:], strict=True)] for kind, lines in times.items()}
-        for kind, (parameters, _) in made.items():
-            pairs = zip(parameters, made["loop"][0], strict=True)
+                start, spent = time.perf_counter(), time.process_time()
+                adamw.step()
+                times[implementation].append((time.perf_counter() - start, time.process_time() - spent))
+        middle = {
+            implementation: [statistics.median(column) for column in zip(*lines[1:], strict=True)]
+            for implementation, lines in times.items()
+        }
+        for implementation, (parameters, _) in optimizers.items():
+            pairs = zip(parameters, optimizers["loop"][0], strict=True)
             away = max(float((one - other).detach().abs().max()) for one, other in pairs)
-            seconds, processor = middle[kind]
-            more = {"processor_seconds": processor, "time_ratio": seconds / middle["loop"][0], "largest_difference": away}
-            rows.append(row(f"AdamW {kind}, {name}", seconds, given, repeats=given.repeats, **more))
+            seconds, processor = middle[implementation]
+            fields = {"processor_seconds": processor, "time_ratio": seconds / middle["loop"][0], "largest_difference": away}
+            rows.append(row(f"AdamW {implementation}, {name}", seconds, args, repeats=args.repeats, **fields))
     show(rows, {"seconds": ".4f", "processor_seconds": ".4f", "time_ratio": ".3f", "largest_difference": ".1e"})
     return rows
 
@@ -196,23 +199,23 @@ def optimizer(given: argparse.Namespace) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- frozen layers
 
 
-def frozen(given: argparse.Namespace) -> list[dict[str, Any]]:
+def frozen(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in ("source-only", "mtem"):
         with tempfile.TemporaryDirectory() as folder:
-            both = {layers: _Training(given, name, layers, Path(folder)) for layers in (0, -2)}
+            both = {layers: _Training(args, name, layers, Path(folder)) for layers in (0, -2)}
             for step in range(both[0].trainer.steps):  # in turns, so that both see the same machine
-                for each in both.values():
-                    each.step(step)
+                for training in both.values():
+                    training.step(step)
         for clock, of in (("seconds", 0), ("processor_seconds", 1)):
-            per_step = {layers: statistics.median(line[of] for line in each.times) for layers, each in both.items()}
-            whole = {layers: each.once[of] + sum(line[of] for line in each.times) for layers, each in both.items()}
-            parts = (("step", per_step), (f"{given.passes} passes over {given.texts} texts", whole))
-            for what, values in parts:
+            per_step = {layers: statistics.median(line[of] for line in training.times) for layers, training in both.items()}
+            total = {layers: training.once[of] + sum(line[of] for line in training.times) for layers, training in both.items()}
+            parts = (("step", per_step), (f"{args.passes} passes over {args.texts} texts", total))
+            for part, values in parts:
                 for layers, label in ((0, "all layers"), (-2, "upper two layers")):
-                    more = {"clock": clock, "time_ratio": values[layers] / values[0], "speedup": values[0] / values[layers]}
-                    more["lower_layers_once"] = both[layers].once[of] if layers and what != "step" else None
-                    rows.append(row(f"{name}, {what}, {label}", values[layers], given, **more))
+                    fields = {"clock": clock, "time_ratio": values[layers] / values[0], "speedup": values[0] / values[layers]}
+                    fields["lower_layers_once"] = both[layers].once[of] if layers and part != "step" else None
+                    rows.append(row(f"{name}, {part}, {label}", values[layers], args, **fields))
     show(rows, {"clock": "", "seconds": ".2f", "time_ratio": ".3f", "speedup": ".2f", "lower_layers_once": ".2f"})
     return rows
 
@@ -220,28 +223,28 @@ def frozen(given: argparse.Namespace) -> list[dict[str, Any]]:
 class _Training:
     """Some passes of a method over a part of the sample, step by step, with the time of each and of the lower layers before."""
 
-    def __init__(self, given: argparse.Namespace, name: str, layers: int, folder: Path) -> None:
-        torch.manual_seed(given.seed)
+    def __init__(self, args: argparse.Namespace, name: str, layers: int, folder: Path) -> None:
+        torch.manual_seed(args.seed)
         source, target = (
-            load_corpus(str(sample_path(f"{domain}.jsonl.gz")), labeled=labeled).select(range(given.texts))
+            load_corpus(str(sample_path(f"{domain}.jsonl.gz")), labeled=labeled).select(range(args.texts))
             for domain, labeled in (("books", True), ("kitchen", False))
         )
-        model = TextModel.create(given.model, source.classes, max_length=given.length)
+        model = TextModel.create(args.model, source.classes, max_length=args.length)
         model.freeze(layers)
         quiet = Progress(quiet=True)
         encoded = [model.encode(corpus) for corpus in (source, target)]
-        begun, spent = time.perf_counter(), time.process_time()
+        start, spent = time.perf_counter(), time.process_time()
         for number in range(2 if name == "mtem" else 1):
-            place = folder / f"{name}{layers}-{number}.npy"
-            encoded[number] = model.keep_lower(encoded[number], place, quiet, "lower layers", float("inf"))
-        self.once = time.perf_counter() - begun, time.process_time() - spent
+            path = folder / f"{name}{layers}-{number}.npy"
+            encoded[number] = model.keep_lower(encoded[number], path, quiet, "lower layers", float("inf"))
+        self.once = time.perf_counter() - start, time.process_time() - spent
         labels = source.label_numbers(source.classes)
-        self.source = Stream(model, encoded[0], np.arange(given.texts), labels, given.batch, given.seed)
-        self.target = Stream(model, encoded[1], np.arange(given.texts), None, given.batch, given.seed + 1)
-        steps = given.passes * self.source.per_epoch
-        kind = methods.get(name)
-        context = Context(steps, given.texts, 2, torch.Generator().manual_seed(given.seed), lambda: 1e-4, source_size=given.texts)
-        method = kind(model, kind.Settings(), context)
+        self.source = Stream(model, encoded[0], np.arange(args.texts), labels, args.batch, args.seed)
+        self.target = Stream(model, encoded[1], np.arange(args.texts), None, args.batch, args.seed + 1)
+        steps = args.passes * self.source.per_epoch
+        method_cls = methods.get(name)
+        context = Context(steps, args.texts, 2, torch.Generator().manual_seed(args.seed), lambda: 1e-4, source_size=args.texts)
+        method = method_cls(model, method_cls.Settings(), context)
         self.trainer = Trainer(
             method, TrainingSettings(), name=name, steps=steps, learning_rate=1e-4, source=self.source,
             target=self.target if name == "mtem" else None, progress=quiet,
@@ -249,11 +252,11 @@ class _Training:
         self.times: list[tuple[float, float]] = []
 
     def step(self, number: int) -> None:
-        begun, spent = time.perf_counter(), time.process_time()
+        start, spent = time.perf_counter(), time.process_time()
         trainer = self.trainer
         target = trainer.target(number) if trainer.target else None
         trainer.method.step(number, trainer.source(number), target, trainer.update)
-        self.times.append((time.perf_counter() - begun, time.process_time() - spent))
+        self.times.append((time.perf_counter() - start, time.process_time() - spent))
 
 
 # ---------------------------------------------------------------------- stages of a run
@@ -284,7 +287,7 @@ class Clock:
         return self._open[-1]
 
     def charge(self) -> None:
-        """The time since the last call belongs to the innermost open stage."""
+        """Add the time since the last call to the innermost open stage."""
         now = time.perf_counter(), time.process_time()
         self.seconds[self._open[-1]] += now[0] - self._since[0]
         self.processor[self._open[-1]] += now[1] - self._since[1]
@@ -292,8 +295,8 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The parts of an adaptation, each a stage."""
-        whole = lambda *arguments, **named: len(arguments) < 3 and named.get("rows") is None  # noqa: E731
+        """Time the parts of an adaptation, each as a stage."""
+        all_rows = lambda *arguments, **named: len(arguments) < 3 and named.get("rows") is None  # noqa: E731
         parts: tuple[tuple[Any, str, str, Callable[..., bool] | None], ...] = (
             (adapt, "load_corpus", "reading", None),
             (models, "create", "loading the encoder", None),
@@ -303,10 +306,10 @@ class Clock:
             (pipeline.Run, "train_source", "source training", None),
             (pipeline.Run, "adapt", "adaptation steps", None),
             (Stream, "rows", "choosing batches", None),
-            (pipeline.Run, "judge", "judging", None),
+            (pipeline.Run, "evaluate_candidate", "judging", None),
             (pipeline.Run, "checkpoint", "checkpoints", None),
             (pipeline.Run, "finish", "estimating", None),
-            (inference, "score", "final prediction", whole),
+            (inference, "compute_logits", "final prediction", all_rows),
             (pipeline, "index_table", "table", None),
             (result.Adapted, "save", "saving", None),
         )
@@ -328,19 +331,19 @@ class Clock:
         return watched
 
 
-def stages(given: argparse.Namespace) -> list[dict[str, Any]]:
+def stages(args: argparse.Namespace) -> list[dict[str, Any]]:
     sources = {name: str(sample_path(f"{name}.jsonl.gz")) for name in demo.SOURCES}
-    settings = {**demo.SETTINGS, "seed": given.seed, "batch_size": given.batch, "max_length": given.length}
+    settings = {**demo.SETTINGS, "seed": args.seed, "batch_size": args.batch, "max_length": args.length}
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, MTEM_CACHE=f"{folder}/cache"), clock.watching():
         target = str(sample_path("kitchen.jsonl.gz"))
-        adapt.adapt(sources, target, model=given.model, output=f"{folder}/run", **settings)
+        adapt.adapt(sources, target, model=args.model, output=f"{folder}/run", **settings)
     total, processor = sum(clock.seconds.values()), sum(clock.processor.values())
     rows = []
     for name, seconds in [*clock.seconds.items(), ("all", total)]:
         spent = clock.processor.get(name, processor)
         shares = {"share": seconds / total, "processor_seconds": spent, "processor_share": spent / processor}
-        rows.append(row(name, seconds, given, **shares))
+        rows.append(row(name, seconds, args, **shares))
     show(rows, {"seconds": ".2f", "share": ".1%", "processor_seconds": ".2f", "processor_share": ".1%"})
     return rows
 
@@ -368,15 +371,15 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=300, help="frozen: texts of the source and of the target")
     parser.add_argument("--passes", type=int, default=2, help="frozen: how often they are seen")
     parser.add_argument("--json", type=Path, help="without it results/cost/run-time-COMMAND.json")
-    given = parser.parse_args()
-    function, batch, length = COMMANDS[given.command]
-    given.batch = batch if given.batch is None else given.batch
-    given.length = length if given.length is None else given.length
-    if given.data is None and given.command in ("tokens", "padding"):
+    args = parser.parse_args()
+    function, batch, length = COMMANDS[args.command]
+    args.batch = batch if args.batch is None else args.batch
+    args.length = length if args.length is None else args.length
+    if args.data is None and args.command in ("tokens", "padding"):
         parser.error("--data is needed")
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    write_json(given.json or Path(f"results/cost/run-time-{given.command}.json"), function(given))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    write_json(args.json or Path(f"results/cost/run-time-{args.command}.json"), function(args))
 
 
 if __name__ == "__main__":

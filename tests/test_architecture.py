@@ -1,4 +1,4 @@
-"""The house: what each room may import, and that the tables of commands and rooms are complete."""
+"""What each package may import, and that the tables of commands and packages are complete."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src"
 
-# From the bottom up: a room imports rooms before it and itself, never those after it. docs/design.md explains the order.
-ROOMS = (
+# From the bottom up: a package imports packages before it and itself, never those after it. docs/design.md explains the order.
+PACKAGES = (
     ("__init__", "errors", "settings", "progress", "atomic", "tensors"),
     ("tsallis", "annealing", "schedules"),
     ("metrics",),
@@ -28,11 +28,11 @@ ROOMS = (
     ("report",),
     ("cli",),
 )
-LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(PACKAGES) for package in packages}
 
 
-def room_of(module: str) -> str:
-    """Return the room of a module, "__init__" for the package itself: mtem.data.corpus -> data."""
+def package_of(module: str) -> str:
+    """Return the package of a module, "__init__" for the package itself: mtem.data.corpus -> data."""
     return [*module.split("."), "__init__"][1]
 
 
@@ -61,17 +61,17 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SRC)))
-def test_a_room_imports_only_rooms_below_it(path):
+def test_a_package_imports_only_packages_below_it(path):
     own = path.relative_to(SRC / "mtem").with_suffix("").parts[0]
-    assert own in LEVEL, f"{own} is not a known room: add it to ROOMS and to docs/design.md"
+    assert own in LEVEL, f"{own} is not a known package: add it to PACKAGES and to docs/design.md"
     for name in imported(path):
         assert name.split(".")[0] == "mtem", f"{name}: nothing in mtem imports mtem_paper"
-        room = room_of(name)
-        if own != "__init__":  # the public surface imports lazily from every room
-            assert room == own or LEVEL[room] < LEVEL[own] or (LEVEL[room] == LEVEL[own] and room in ROOMS[LEVEL[own]])
+        package = package_of(name)
+        if own != "__init__":  # the public surface imports lazily from every package
+            assert LEVEL[package] <= LEVEL[own]
 
 
-def test_no_room_names_a_model_of_another():
+def test_no_package_names_a_model_of_another():
     """Models are found in their registry: no `== "bigcn"` outside it."""
     for path in modules():
         if "models" not in path.parts:

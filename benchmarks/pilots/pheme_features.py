@@ -1,10 +1,10 @@
-"""Pilot on PHEME: what frozen embeddings of the posts, a small network and self-training come to, without a graph.
+"""Pilot on PHEME: scores of frozen embeddings of the posts with a small network and self-training, without a graph.
 
     python benchmarks/pilots/pheme_features.py embed --data DIR --model minilm-folder --to features.npz
     python benchmarks/pilots/pheme_features.py table --features features.npz --seeds 5 --out FILE.jsonl
 
 A thread is the root's embedding and the mean of its first eight replies'. One event is the target: all of its threads are
-unlabeled and all are scored; the other four are the source. Target labels only score.
+unlabeled and all are scored; the other four are the source. Target labels are used only for scores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def embed(args: argparse.Namespace) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, model = AutoTokenizer.from_pretrained(args.model), AutoModel.from_pretrained(args.model).to(device).eval()
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for event in EVENTS:
         threads = [record for _, record in read_rows(args.data / f"{event}.jsonl.gz")][: args.small]
         posts = [node["text"] for thread in threads for node in thread["nodes"][: REPLIES + 1]]
@@ -59,10 +59,10 @@ def embed(args: argparse.Namespace) -> None:
         replies = np.zeros((len(threads), vectors.shape[1]), np.float32)
         np.add.at(replies, owner[~first], vectors[~first])
         replies /= np.maximum(np.bincount(owner[~first], minlength=len(threads)), 1)[:, None]
-        found[f"{event}.root"], found[f"{event}.replies"] = vectors[first].astype(np.float16), replies.astype(np.float16)
-        found[f"{event}.rumour"] = np.array([thread["label"] == "rumour" for thread in threads])
+        arrays[f"{event}.root"], arrays[f"{event}.replies"] = vectors[first].astype(np.float16), replies.astype(np.float16)
+        arrays[f"{event}.rumour"] = np.array([thread["label"] == "rumour" for thread in threads])
         print(event, len(threads), len(posts), flush=True)
-    np.savez_compressed(args.to, **found)
+    np.savez_compressed(args.to, **arrays)
 
 
 # ---------------------------------------------------------------------- scores
@@ -78,18 +78,18 @@ def scores(rumour: np.ndarray, logit: np.ndarray) -> dict[str, float]:
 
 
 def load(path: Path, parts: tuple[str, ...], centred: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Of each event the features and which threads are rumours; all features are divided by one number."""
+    """Return the features of each event and which threads are rumours; all features are divided by one number."""
     stored = np.load(path)
-    found = {}
+    data = {}
     for event in EVENTS:
         features = np.concatenate([stored[f"{event}.{part}"].astype(np.float32) for part in parts], axis=1)
-        found[event] = features - features.mean(axis=0) if centred else features, stored[f"{event}.rumour"]
-    scale = np.sqrt(np.mean(np.concatenate([features.var(axis=0) for features, _ in found.values()])))
-    return {event: (features / scale, rumour) for event, (features, rumour) in found.items()}
+        data[event] = features - features.mean(axis=0) if centred else features, stored[f"{event}.rumour"]
+    scale = np.sqrt(np.mean(np.concatenate([features.var(axis=0) for features, _ in data.values()])))
+    return {event: (features / scale, rumour) for event, (features, rumour) in data.items()}
 
 
 def logistic(data: dict[str, tuple[np.ndarray, np.ndarray]], target: str) -> tuple[dict[str, float], float]:
-    """Balanced; its penalty is the one with the best average precision over source events that are left out in turn."""
+    """Fit a balanced logistic regression; its penalty has the best average precision over source events left out in turn."""
 
     def fit(events: list[str], strength: float) -> LogisticRegression:
         x, y = (np.concatenate(values) for values in zip(*(data[event] for event in events), strict=True))
@@ -98,8 +98,8 @@ def logistic(data: dict[str, tuple[np.ndarray, np.ndarray]], target: str) -> tup
     sources = [event for event in EVENTS if event != target]
     quality = {}
     for strength in (1e-4, 1e-3, 1e-2):
-        left = [(fit([other for other in sources if other != event], strength), *data[event]) for event in sources]
-        quality[strength] = np.mean([average_precision_score(y, model.decision_function(x)) for model, x, y in left])
+        left_out = [(fit([other for other in sources if other != event], strength), *data[event]) for event in sources]
+        quality[strength] = np.mean([average_precision_score(y, model.decision_function(x)) for model, x, y in left_out])
     best = max(quality, key=lambda strength: quality[strength])
     x, y = data[target]
     return scores(y, fit(sources, best).decision_function(x)), best
@@ -113,12 +113,12 @@ def network(size: int, hidden: int = 128) -> nn.Sequential:
 
 
 def even(logits: Tensor) -> Tensor:
-    """The number to subtract so that the mean probability is a half."""
+    """Return the number to subtract from the logits so that the mean probability is a half."""
     low, high = logits.min(), logits.max()
     for _ in range(20):
         middle = (low + high) / 2
-        more = torch.sigmoid(logits - middle).mean() > 0.5
-        low, high = torch.where(more, middle, low), torch.where(more, high, middle)
+        above = torch.sigmoid(logits - middle).mean() > 0.5
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
     return (low + high) / 2
 
 
@@ -139,9 +139,9 @@ class Trial:
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
         model.eval()
-        found = model(self.target)[:, 0]
+        result = model(self.target)[:, 0]
         model.train()
-        return found
+        return result
 
     def source(self, steps: int = 600) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -158,7 +158,7 @@ class Trial:
         torch.manual_seed(1000 + self.seed)
         student, teacher = copy.deepcopy(theta), copy.deepcopy(theta).eval()
         optimizer = torch.optim.AdamW(student.parameters(), lr=5e-4, weight_decay=0.01)
-        found = {}
+        results = {}
         for step in range(1, max(marks) + 1):
             if step % 10 == 1:
                 bias = even(self.logits(teacher))
@@ -175,10 +175,10 @@ class Trial:
             with torch.no_grad():
                 torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.02)
             if step in marks:
-                found[step] = self.judged(teacher)
-        return found
+                results[step] = self.evaluate(teacher)
+        return results
 
-    def judged(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
         logits = self.logits(model)
         shifted = logits - even(logits)
         right = (shifted > 0).numpy() == self.truth
@@ -191,7 +191,7 @@ def table(args: argparse.Namespace) -> None:
     marks = tuple(max(1, round(mark * args.shorter)) for mark in MARKS)
     started = time.monotonic()
 
-    def put(**row: Any) -> None:
+    def write_row(**row: Any) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         row = {"encoder": args.encoder, **row}
         with args.out.open("a") as file:
@@ -206,17 +206,17 @@ def table(args: argparse.Namespace) -> None:
         ):
             data = load(args.features, parts, centred)
             for target in targets:
-                found, strength = logistic(data, target)
-                put(what=name, target=target, C=strength, **found)
+                result, strength = logistic(data, target)
+                write_row(what=name, target=target, C=strength, **result)
     data = load(args.features, ("root", "replies"), True)
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for target in targets:
             trial = Trial(data, target, seed)
             theta = trial.source(max(1, round(600 * args.shorter)))
-            put(what="network", target=target, seed=seed, **trial.judged(theta))
+            write_row(what="network", target=target, seed=seed, **trial.evaluate(theta))
             for threshold in (0.0, 0.9):
-                for step, found in trial.adapted(theta, threshold, marks).items():
-                    put(what="self-training", threshold=threshold, steps=step, target=target, seed=seed, **found)
+                for step, result in trial.adapted(theta, threshold, marks).items():
+                    write_row(what="self-training", threshold=threshold, steps=step, target=target, seed=seed, **result)
 
 
 def main() -> None:
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--small", type=int, help="a trial: so many threads of each event")
+    parser.add_argument("--small", type=int, help="a trial: this many threads of each event")
     parser.add_argument("--shorter", type=float, default=1.0, help="a trial: this part of all steps")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,10 +1,10 @@
-"""Pilots of the recipe on the Amazon reviews: pretraining on masked words, then self-training with different rules of trust.
+"""Pilots of the recipe on the Amazon reviews: pretraining on masked words, then self-training with different index rules.
 
     python benchmarks/pilots/run.py pretrain --data DIR --model minilm --target kitchen --to DIR
     python benchmarks/pilots/run.py adapt --data DIR --model DIR --target kitchen --seed 0 --config shared-kept --out FILE.jsonl
 
-Target labels only score. A row has the accuracy of the averaged weights on the test set at every pass, and what the index and
-the confidence say about which labels of the test texts are right.
+Target labels are used only for scores. A row has the accuracy of the averaged weights on the test set at every pass, and how well
+index and confidence separate right from wrong labels of the test texts.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "per-text": {"trust": "per-text", "index_low": 1.0},
     "shared-source": {"trust": "shared", "outer": "source"},
     "shared-fold": {"trust": "shared", "outer": "kept"},  # a tenth of each source domain is kept out for the outer loop
-    "shared-kept": {"trust": "shared", "outer": "kept"},  # one source domain is
+    "shared-kept": {"trust": "shared", "outer": "kept"},  # one source domain is kept out
     "fixed-1-two": {"trust": "fixed"},  # without that domain, for comparison
 }
 TWO = ("shared-kept", "fixed-1-two")
 
 
 def read(data: Path, target: str, seed: int, small: int | None = None) -> tuple[dict[str, Path], splits.Division]:
-    there = splits.read("amazon", data, target, "mixed")
-    division = splits.divide(there, seed)
+    target_data = splits.read("amazon", data, target, "mixed")
+    division = splits.divide(target_data, seed)
     if small:
         cut = {name: getattr(division, name)[:: len(getattr(division, name)) // small] for name in ("unlabeled", "test", "truth")}
         division = dataclasses.replace(division, **cut)
-    return there.sources, division
+    return target_data.sources, division
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def write(path: Path, row: dict[str, Any]) -> None:
 
 
 class Head(nn.Module):
-    """A fresh head over the vocabulary, its matrix the word embeddings themselves."""
+    """A new head over the vocabulary whose weight matrix is shared with the word embeddings."""
 
     def __init__(self, embeddings: nn.Embedding) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def pretrain(args: argparse.Namespace) -> None:
     sources, division = read(args.data, args.target, args.seed, args.small)
     texts = [*load_corpus(sources, labeled=True).texts(), *division.unlabeled][: args.small]
     ids = tokenizer(texts, truncation=True, max_length=256, return_special_tokens_mask=True)
-    lengths = np.array([len(one) for one in ids["input_ids"]])
+    lengths = np.array([len(tokens) for tokens in ids["input_ids"]])
     words = torch.full((len(texts), int(lengths.max())), tokenizer.pad_token_id)
     fixed = torch.ones_like(words, dtype=torch.bool)
     for row, length in enumerate(lengths):
@@ -112,14 +112,14 @@ def pretrain(args: argparse.Namespace) -> None:
         mask = (inputs != tokenizer.pad_token_id).long()
         chosen = (torch.rand(inputs.shape) < 0.15) & ~special
         drawn = torch.rand(inputs.shape)
-        seen = inputs.masked_fill(chosen & (drawn < 0.8), tokenizer.mask_token_id)
-        other = torch.randint(len(tokenizer), inputs.shape)
-        seen = torch.where(chosen & (drawn > 0.9), other, seen)
-        places = torch.nonzero(chosen.reshape(-1)).view(-1).to(device)
+        masked = inputs.masked_fill(chosen & (drawn < 0.8), tokenizer.mask_token_id)
+        random_words = torch.randint(len(tokenizer), inputs.shape)
+        masked = torch.where(chosen & (drawn > 0.9), random_words, masked)
+        positions = torch.nonzero(chosen.reshape(-1)).view(-1).to(device)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            hidden = model(input_ids=seen.to(device), attention_mask=mask.to(device)).last_hidden_state
-            logits = head(hidden.reshape(-1, hidden.shape[-1])[places], embeddings)
-        loss = F.cross_entropy(logits.float(), inputs.reshape(-1).to(device)[places])
+            hidden = model(input_ids=masked.to(device), attention_mask=mask.to(device)).last_hidden_state
+            logits = head(hidden.reshape(-1, hidden.shape[-1])[positions], embeddings)
+        loss = F.cross_entropy(logits.float(), inputs.reshape(-1).to(device)[positions])
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -145,7 +145,7 @@ def pretrain(args: argparse.Namespace) -> None:
 
 
 class Watch:
-    """Scores the averaged weights on the test set at every evaluation, and asks what would tell right labels from wrong ones."""
+    """Scores the averaged weights on the test set at every evaluation, and signals that may separate right from wrong labels."""
 
     def __init__(self, test: Any, truth: np.ndarray) -> None:
         self.test, self.truth, self.tokens, self.rows, self.predictions = test, truth, None, [], []
@@ -155,8 +155,8 @@ class Watch:
             return
         if self.tokens is None:
             self.tokens = model.encode(self.test)
-        scores = inference.compute_logits(model, self.tokens).logits
-        labels = scores.argmax(axis=1)
+        logits = inference.compute_logits(model, self.tokens).logits
+        labels = logits.argmax(axis=1)
         self.predictions.append(labels)
         right = labels == self.truth
         row = {
@@ -167,11 +167,11 @@ class Watch:
         }
         pilot = methods_pilot().current
         if pilot is not None and line["step"] and hasattr(pilot, "phi"):
-            sure = inference.probabilities(scores).max(axis=1)
+            sure = inference.probabilities(logits).max(axis=1)
             agreement = self.agreement(model, labels, pilot)
             stable = np.mean([labels == earlier for earlier in self.predictions], axis=0)
             phi = pilot.phi(
-                *(torch.as_tensor(each, dtype=torch.float32, device=pilot.w.device) for each in (sure, agreement, stable))
+                *(torch.as_tensor(values, dtype=torch.float32, device=pilot.w.device) for values in (sure, agreement, stable))
             )
             index = (phi @ pilot.w).cpu().numpy()
             auc = lambda values: round(float(roc_auc_score(right, values)), 4)  # noqa: E731
@@ -184,28 +184,28 @@ class Watch:
             row |= {"w": [round(float(value), 4) for value in pilot.w], "sure_share": float((sure >= 0.95).mean())}
             row["signal"] = self.signal(pilot)
         self.rows.append(row)
-        print("candidate", json.dumps(row), flush=True)  # what is left of a run that is cut short
+        print("candidate", json.dumps(row), flush=True)  # printed at once, in case the run is interrupted
 
     @torch.no_grad()
     def agreement(self, model: Any, labels: np.ndarray, pilot: Any) -> np.ndarray:
         generator = torch.Generator().manual_seed(0)
-        found = np.zeros(len(labels))
+        result = np.zeros(len(labels))
         model.eval()
         for rows in np.array_split(np.argsort(np.asarray(self.tokens.lengths)), max(1, len(labels) // 100)):
             inputs = model.augment(model.collate(self.tokens, rows), pilot.settings.view, pilot.settings.strength, generator)
             probs = torch.softmax(model(model.prepare(inputs)).float(), dim=-1).cpu().numpy()
-            found[rows] = probs[np.arange(len(rows)), labels[rows]]
-        return found
+            result[rows] = probs[np.arange(len(rows)), labels[rows]]
+        return result
 
     def signal(self, pilot: Any) -> dict[str, Any] | None:
         context = pilot.context
         if not hasattr(self, "streams") or self.streams is None:
             return None
         source, target = self.streams
-        kept = context.target_labeled_rows if context.target_labeled is not None and pilot.settings.outer == "kept" else None
+        rows = context.target_labeled_rows if context.target_labeled is not None and pilot.settings.outer == "kept" else None
         number = len(self.rows)
-        if kept is not None:
-            drawn = np.random.default_rng(number).permutation(kept.cpu().numpy())  # files have one class after the other
+        if rows is not None:
+            drawn = np.random.default_rng(number).permutation(rows.cpu().numpy())  # files have one class after the other
             outers = [source.of(drawn[first : first + 50]) for first in range(0, min(len(drawn), 200), 50)]
         else:
             outers = [source(10_000 + 4 * number + each) for each in range(4)]
@@ -220,17 +220,17 @@ def adapt(args: argparse.Namespace) -> None:
     sources, division = read(args.data, args.target, args.seed, args.small)
     method = str(HERE / "shared_index.py")
     pilot = methods.get(method)
-    registry._from_file = lambda path: pilot  # one class object, so that its `current` is the one that runs
+    registry._from_file = lambda path: pilot  # always the same class object, so that its `current` is the running method
     labeled: dict[str, Any] = {}
     kept: tuple[list[str], list[str]] | None = None
     names = sorted(sources)
-    left = names[DATASETS["amazon"].domains.index(args.target) % len(names)]
+    left_out = names[DATASETS["amazon"].domains.index(args.target) % len(names)]
     draw = np.random.default_rng(args.seed)
     for name in names:
         corpus = load_corpus({name: sources[name]}, labeled=True)
         texts, labels = list(corpus.texts()), [corpus.classes[number] for number in corpus.label_numbers(corpus.classes)]
         texts, labels = (values[:: max(1, len(values) // args.small)] if args.small else values for values in (texts, labels))
-        if args.config in TWO and name == left:
+        if args.config in TWO and name == left_out:
             kept = texts, labels
             continue
         if args.config == "shared-fold":
@@ -260,7 +260,7 @@ def adapt(args: argparse.Namespace) -> None:
 
     def prepared(self: Any) -> None:
         prepare(self)
-        watch.streams = self.source_stream, self.target_stream
+        watch.streams = self.inputs.source_stream, self.inputs.target_stream
 
     running.Run.prepare = prepared
     config = CONFIGS[args.config]
@@ -272,12 +272,19 @@ def adapt(args: argparse.Namespace) -> None:
     row = {
         "config": args.config, "encoder": args.encoder, "target": args.target, "seed": args.seed,
         "model": Path(args.model).name, "passes": args.passes, "learning_rate": args.rate, "changed": config, "set": args.set,
-        "candidates": watch.rows, "kept_out": left if args.config in TWO else None,
+        "candidates": watch.rows, "kept_out": left_out if args.config in TWO else None,
         "chosen_step": adapted.record["selection"]["chosen_step"], "seconds": round(time.monotonic() - started, 1),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "versions": adapted.record["versions"],
     }  # fmt: skip
     write(args.out, row)
-    print(args.config, args.target, args.seed, [round(one["accuracy"], 4) for one in watch.rows], row["seconds"], flush=True)
+    print(
+        args.config,
+        args.target,
+        args.seed,
+        [round(candidate["accuracy"], 4) for candidate in watch.rows],
+        row["seconds"],
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -296,7 +303,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=5e-5)
-    parser.add_argument("--small", type=int, help="a trial: so many texts of each kind")
+    parser.add_argument("--small", type=int, help="a trial: this many texts of each kind")
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()
     pretrain(args) if args.what == "pretrain" else adapt(args)

@@ -1,4 +1,4 @@
-r"""A pilot: self-training with one rule of trust for all texts instead of a number for each.
+r"""A pilot: self-training with one rule for the entropy indexes of all texts instead of a number for each.
 
 The student sees a masked, shortened and shuffled view of a text and learns the label that an averaged teacher gives the text
 as it is, with weight :math:`p^{\psi_i - 1}`. `trust` says where :math:`\psi_i` comes from:
@@ -10,7 +10,7 @@ as it is, with weight :math:`p^{\psi_i - 1}`. `trust` says where :math:`\psi_i` 
   the teacher's confidence, the student's agreement on its view, how stable the label was over visits), and w learned through the
   same exact gradients.
 
-`outer` says whose labels the outer loop looks at: ``source`` (the batch that is also trained on) or ``kept`` (the labeled target
+`outer` says which labels the outer loop uses: ``source`` (the batch that is also trained on) or ``kept`` (the labeled target
 texts' rows, which a pilot fills with source texts that are kept out of the training; theta never learns from them here).
 """
 
@@ -45,14 +45,14 @@ class PilotSettings(MtemSettings):
 
 
 class Pilot(Mtem):
-    """See the file's first lines."""
+    """See the module docstring."""
 
     name = "pilot"
     summary = "pilot: one rule of trust for all texts"
     Settings = PilotSettings
     settings: PilotSettings
     presets = {"recommended": {"sampling": False, "ema_decay": 0.99, "index_initial": 1.0, "index_low": 1.0}, "paper": {}}  # noqa: RUF012
-    current: Any = None  # the one that was made last, for whoever watches the run
+    current: Any = None  # the last instance, for observers of the run
 
     def __init__(self, model: Model, settings: PilotSettings, context: Context) -> None:
         super().__init__(model, settings, context)
@@ -71,8 +71,8 @@ class Pilot(Mtem):
         labels, sure = self.teacher_labels(target)
         rows = target.rows
         visited = self.previous[rows] >= 0
-        same = (self.previous[rows] == labels).float()
-        self.stable[rows] = torch.where(visited, 0.7 * self.stable[rows] + 0.3 * same, self.stable[rows])
+        unchanged = (self.previous[rows] == labels).float()
+        self.stable[rows] = torch.where(visited, 0.7 * self.stable[rows] + 0.3 * unchanged, self.stable[rows])
         self.previous[rows] = labels
 
         student = self.model.augment(target.inputs, settings.view, settings.strength, self.context.generator)
@@ -103,8 +103,8 @@ class Pilot(Mtem):
         ours = (~kept).float()
         loss = (losses * ours).sum() / ours.sum().clamp_min(1)
         update(loss, gradients=gradients)
-        now = [parameter.detach() for parameter in self.model.trainable().values()]
-        torch._foreach_lerp_(list(self.average.values()), now, 1 - settings.ema_decay)
+        parameters = [parameter.detach() for parameter in self.model.trainable().values()]
+        torch._foreach_lerp_(list(self.average.values()), parameters, 1 - settings.ema_decay)
         return {"source_loss": loss.detach(), "weight": weights.mean(), "index": self.index[rows].mean()}
 
     @torch.no_grad()
@@ -139,15 +139,15 @@ class Pilot(Mtem):
         self.w = self.w - self.settings.shared_rate * first / (second.sqrt() + 1e-16)
 
     def signal(self, target: Batch, outers: list[Batch]) -> dict[str, Any]:
-        """How far disjoint outer batches agree on what to do with the same texts: by text, and in w."""
+        """Return how far the gradients of disjoint outer batches agree for the same texts: by text, and in w."""
         labels, sure = self.teacher_labels(target)
         student = self.model.prepare(
             self.model.augment(target.inputs, self.settings.view, self.settings.strength, self.context.generator)
         )
         per_text, shared = [], []
         for batch in outers:
-            every = torch.ones(len(batch.rows), dtype=torch.bool, device=batch.rows.device)
-            outer = layerwise.source_gradient(self.recorder, lambda batch=batch, every=every: [self.outer_loss(batch, every)])
+            all_rows = torch.ones(len(batch.rows), dtype=torch.bool, device=batch.rows.device)
+            outer = layerwise.source_gradient(self.recorder, lambda batch=batch, rows=all_rows: [self.outer_loss(batch, rows)])
             self.model.eval()
             recording = self.recorder.record(lambda: self.model(student), len(target.rows), save_memory=False)
             log_probs = torch.log_softmax(recording.logits, dim=-1)

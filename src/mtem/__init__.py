@@ -1,4 +1,4 @@
-"""Adapt a text classifier to a domain where nobody has labels.
+"""Adapt a text classifier to a domain without labels.
 
 import mtem
 adapted = mtem.adapt(["books.csv", "dvd.csv"], "kitchen.csv", output="run")
@@ -22,7 +22,7 @@ __all__ = ["Adapted", "RequestError", "RunError", "adapt", "load"]
 logging.getLogger("mtem").addHandler(logging.NullHandler())
 
 _MODULES = ("tsallis", "annealing", "schedules", "metagrad", "selection", "datasets", "metrics", "data", "methods", "models")
-_PLACES = {"adapt": "mtem.run.adapt", "Adapted": "mtem.run.result", "load": "mtem.run.result"}
+_MODULE_OF = {"adapt": "mtem.run.adapt", "Adapted": "mtem.run.result", "load": "mtem.run.result"}
 
 
 def __dir__() -> list[str]:
@@ -33,8 +33,8 @@ def __getattr__(name: str) -> Any:
     """Import a module when it is first used, so that `mtem --help` does not wait for torch."""
     import importlib
 
-    if name in _PLACES:
-        return getattr(importlib.import_module(_PLACES[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"mtem.{name}")
     raise AttributeError(f"module 'mtem' has no attribute {name!r}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TOKENS_PER_BATCH = 8192
 TOKENS_PER_BATCH_CPU = 1024  # large enough for the matrix products, small enough for the processor's caches
-MANY = 4  # batches per thread from which a copy of the model for each thread is worth its cost
+MIN_BATCHES_PER_THREAD = 4  # with fewer batches, a copy of the model for each thread is not worth its cost
 ROWS_AT_ONCE = 4096  # rows of a file in memory at a time
 
 
@@ -68,7 +68,7 @@ def compute_logits(
     features : bool
         Whether to return the features too.
     progress : Progress, optional
-        Told the number of examples done.
+        Shows the number of examples done.
 
     Notes
     -----
@@ -86,7 +86,7 @@ def compute_logits(
         outputs = scorer.logits_and_features(inputs) if features else (scorer(inputs),)
         return [values.cpu().numpy() for values in outputs]
 
-    parallel = on_cpu and len(batches) >= MANY * torch.get_num_threads()
+    parallel = on_cpu and len(batches) >= MIN_BATCHES_PER_THREAD * torch.get_num_threads()
     logits = np.zeros((len(rows), len(model.classes)), dtype=np.float32)
     all_features: np.ndarray | None = None
     done = 0
@@ -186,7 +186,7 @@ def _predict(model: Model, examples: Sequence[str | Thread]) -> np.ndarray:
     if len(texts) == len(examples):
         encoded = model.encode_texts(texts)
     else:  # all in one encoding, so that texts and threads share batches
-        encoded = model.encode_threads([Thread([one], [-1]) if isinstance(one, str) else one for one in examples])
+        encoded = model.encode_threads([Thread([example], [-1]) if isinstance(example, str) else example for example in examples])
     return probabilities(compute_logits(model, encoded).logits)
 
 
@@ -232,7 +232,7 @@ def predict_file(
     all_probabilities : bool
         Whether to add a column "probability CLASS" for every class.
     progress : Progress, optional
-        Told the number of rows done.
+        Shows the number of rows done.
 
     Raises
     ------

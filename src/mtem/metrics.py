@@ -82,7 +82,7 @@ class Metrics:
             "macro_f1": self.macro_f1,
             "log_loss": self.log_loss,
             "calibration_error": self.calibration_error,
-            "classes": [vars(each).copy() for each in self.per_class],
+            "classes": [vars(metrics).copy() for metrics in self.per_class],
             "confusion": self.confusion.tolist(),
         }
 
@@ -154,20 +154,20 @@ def evaluate(
     )
 
 
-def _numbers(values: Sequence[str] | np.ndarray, classes: Sequence[str], what: str) -> np.ndarray:
+def _numbers(values: Sequence[str] | np.ndarray, classes: Sequence[str], role: str) -> np.ndarray:
     """Return class numbers, given class names or class numbers."""
     values = np.asarray(values)
     if values.dtype.kind in "iu" or not len(values):
         numbers = values.astype(np.int64)
         outside = (numbers < 0) | (numbers >= len(classes))
     else:
-        known = {name: k for k, name in enumerate(classes)}
-        numbers = np.array([known.get(str(value), -1) for value in values])
+        number_of = {name: k for k, name in enumerate(classes)}
+        numbers = np.array([number_of.get(str(value), -1) for value in values])
         outside = numbers < 0
     if outside.any():
         row = int(np.flatnonzero(outside)[0])
         raise RequestError(
-            f"{what} {values.tolist()[row]!r} of text {row + 1} is none of the classes {', '.join(map(repr, classes))}"
+            f"{role} {values.tolist()[row]!r} of text {row + 1} is none of the classes {', '.join(map(repr, classes))}"
         )
     return numbers
 

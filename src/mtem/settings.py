@@ -112,8 +112,8 @@ def record(*instances: Any) -> dict[str, Any]:
 
 def changed(*instances: Any) -> dict[str, Any]:
     """Return the settings of some instances that are not at their defaults, as one flat mapping."""
-    fields = ((instance, field) for instance in instances for field in dataclasses.fields(instance))
-    return {field.name: getattr(one, field.name) for one, field in fields if getattr(one, field.name) != field.default}
+    fields = ((field, getattr(instance, field.name)) for instance in instances for field in dataclasses.fields(instance))
+    return {field.name: value for field, value in fields if value != field.default}
 
 
 def describe(settings_cls: type) -> list[tuple[str, str, str]]:

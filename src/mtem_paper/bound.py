@@ -95,26 +95,26 @@ def bound(
     labeled, unlabeled = load_corpus(source, labeled=True, name="source"), load_corpus(target, labeled=False, name="target")
     if len(unlabeled) != len(table):
         raise RequestError(f"target: expected the {len(table)} texts that the run adapted to, got {len(unlabeled)}")
-    seen, broken, perturbed = {}, np.zeros(len(radii)), 0
+    outputs_of, broken, perturbed = {}, np.zeros(len(radii)), 0
     for name, corpus in (("source", labeled), ("target", unlabeled)):
         tokens = model.encode(corpus)
         rows = np.sort(random.permutation(len(corpus))[:texts])
         with progress.stage(f"bound: {name} texts", len(rows)):
             outputs = inference.compute_logits(model, tokens, rows, features=True, progress=progress)
         assert outputs.features is not None
-        seen[name] = (rows, torch.from_numpy(inference.probabilities(outputs.logits)), outputs.features)
+        outputs_of[name] = (rows, torch.from_numpy(inference.probabilities(outputs.logits)), outputs.features)
         tried = random.permutation(rows)[:attacked]
         with progress.stage(f"bound: perturbed {name} texts", len(tried)):
             broken += flipped(model, tokens, tried, radii, seed, progress) * len(rows) / len(tried)
         perturbed += len(tried)
-    rows, probs, features = seen["source"]
+    rows, probs, features = outputs_of["source"]
     terms: dict[str, Any] = {"source": source_terms(probs, torch.from_numpy(labeled.label_numbers(model.classes)[rows]))}
     complexity = {"source": complexity_at_least(features, draws, seed)}
-    rows, probs, features = seen["target"]
+    rows, probs, features = outputs_of["target"]
     terms["target"] = target_terms(probs, torch.from_numpy(table["index"].to_numpy(np.float64)[rows]))
     complexity["target"] = complexity_at_least(features, draws, seed)
-    classes, sizes = len(model.classes), {name: len(rows) for name, (rows, _, _) in seen.items()}
-    known = 2 * classes * complexity["source"] + 4 * classes * complexity["target"]
+    classes, sizes = len(model.classes), {name: len(rows) for name, (rows, _, _) in outputs_of.items()}
+    complexity_part = 2 * classes * complexity["source"] + 4 * classes * complexity["target"]
     robustness = [
         {"radius": radius, "R_at_least": share, "least_of_2q_and_R": 2 * math.sqrt(2 * share)}
         for radius, share in zip(radii, (broken / sum(sizes.values())).tolist(), strict=True)
@@ -126,12 +126,12 @@ def bound(
         "texts": sizes,
         "perturbed": perturbed,
         "terms": terms,
-        "complexity_at_least": {**complexity, "part_of_bound": known},
+        "complexity_at_least": {**complexity, "part_of_bound": complexity_part},
         "robustness": robustness,
         "zeta_order": sum(math.sqrt(-math.log(delta) / size) for size in sizes.values()),
         "least": [
-            {"radius": entry["radius"], "theorem-3": losses + known + entry["least_of_2q_and_R"],
-             "with_ramps": ramps + known + entry["least_of_2q_and_R"]}
+            {"radius": entry["radius"], "theorem-3": losses + complexity_part + entry["least_of_2q_and_R"],
+             "with_ramps": ramps + complexity_part + entry["least_of_2q_and_R"]}
             for entry in robustness
         ],
         "unknown": UNKNOWN,
@@ -215,7 +215,7 @@ def complexity_at_least(features: np.ndarray, draws: int, seed: int) -> float:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a head that has not converged still gives a lower estimate
             head = LogisticRegression(C=10.0, max_iter=100).fit(scaled, signs)
-        # The signs' own mean, 0 in expectation, would be noise: hence the half.
+        # The signs' own mean, 0 in expectation, would be noise, so 1/2 is subtracted.
         values.append(float(np.mean(signs * (head.predict_proba(scaled)[:, 1] - 0.5))))
     return max(0.0, float(np.mean(values)))
 

@@ -11,8 +11,8 @@ informative Dirichlet prior, divided by its standard error (Monroe, Colaresi and
 
 with :math:`y_w^D` the occurrences of w in the texts of D and :math:`\alpha_w` its share of all words of both, times the weight
 of the prior in words. Below the threshold a word is neutral and counts 0, and so is one that is seen too rarely for a z. In
-many texts even small differences are clear ones ("it" is a little more frequent of a thing than of a book): the words that are
-marked in a text are those whose odds differ by a factor of two at least.
+many texts even small differences are clear ones ("it" is a little more frequent in reviews of devices than of books), so only
+words whose odds differ by a factor of at least two are marked in a text.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ def targetness(
     sums = target.total(), source.total()
     if not all(sums):
         raise RequestError("one of the two domains has no words; expected texts with words in both")
-    scores = dict.fromkeys(target | source, 0.0)
-    if len(scores) == 1:  # a single word is all that both have
-        return scores
-    for word in scores:
+    z_scores = dict.fromkeys(target | source, 0.0)
+    if len(z_scores) == 1:  # both domains have only one and the same word
+        return z_scores
+    for word in z_scores:
         share = prior * (target[word] + source[word]) / sum(sums)
         own, other = target[word] + share, source[word] + share
         odds = math.log(own / (sums[0] + prior - own)) - math.log(other / (sums[1] + prior - other))
         z = odds / math.sqrt(1 / own + 1 / other)
         clear = abs(z) >= threshold and abs(odds) >= math.log(ratio) and target[word] + source[word] >= rarest
-        scores[word] = z if clear else 0.0
-    return scores
+        z_scores[word] = z if clear else 0.0
+    return z_scores
 
 
 def cases(
@@ -122,35 +122,35 @@ def cases(
     -------
     list of dict
         For each text: end ("smallest" or "largest"), text (cut after some 80 words), cut, index, prediction, confidence, words:
-        [{"word", "weight"}], the pieces of the text between its spaces with their z, 0 where they are not marked.
+        [{"word", "weight"}], the words between spaces with their z, 0 where they are not marked.
     """
     check(table)
-    scores = targetness(source_texts, target_texts, ratio=MARKED)
+    z_scores = targetness(source_texts, target_texts, ratio=MARKED)
     shuffled = table.iloc[np.random.default_rng(seed).permutation(len(table))].sort_values("index", kind="stable")
     unique = shuffled[~shuffled["text"].map(text_key).duplicated()]
     count = min(count, len(unique) // 2)
     ends = {"smallest": unique.head(count), "largest": unique.tail(count)[::-1]}
-    return [case(row, end, scores) for end, rows in ends.items() for row in rows.itertuples(index=False)]
+    return [case(row, end, z_scores) for end, rows in ends.items() for row in rows.itertuples(index=False)]
 
 
-def case(row: Any, end: str, scores: Mapping[str, float]) -> dict[str, Any]:
+def case(row: Any, end: str, z_scores: Mapping[str, float]) -> dict[str, Any]:
     """Return one text of the case study; `row` is a named tuple of the table."""
-    row, pieces = row._asdict(), row.text.split()
-    shown = pieces[:LONGEST]
+    row, tokens = row._asdict(), row.text.split()
+    shown = tokens[:LONGEST]
     return {
         "end": end,
         "text": " ".join(shown),
-        "cut": len(pieces) > LONGEST,
+        "cut": len(tokens) > LONGEST,
         "index": round(float(row["index"]), 4),
         "prediction": str(row["prediction"]),
         "confidence": round(float(row["confidence"]), 4),
-        "words": [{"word": piece, "weight": round(weight(piece, scores), 2)} for piece in shown],
+        "words": [{"word": token, "weight": round(weight(token, z_scores), 2)} for token in shown],
     }
 
 
-def weight(piece: str, scores: Mapping[str, float]) -> float:
-    """Return the z of a piece between two spaces: of several words, the largest in size."""
-    return max((scores.get(word, 0.0) for word in words(piece)), key=abs, default=0.0)
+def weight(token: str, z_scores: Mapping[str, float]) -> float:
+    """Return the z of what stands between two spaces; of several words, the one with the largest absolute value."""
+    return max((z_scores.get(word, 0.0) for word in words(token)), key=abs, default=0.0)
 
 
 def summary(table: pd.DataFrame, source_texts: Iterable[str], target_texts: Iterable[str], seed: int = 0) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def summary(table: pd.DataFrame, source_texts: Iterable[str], target_texts: Iter
     transformation; None where one of the two does not vary.
     """
     check(table)
-    scores = targetness(source_texts, target_texts)
-    weights = [np.array([scores.get(word, 0.0) for word in words(text)] or [0.0]) for text in table["text"]]
+    z_scores = targetness(source_texts, target_texts)
+    weights = [np.array([z_scores.get(word, 0.0) for word in words(text)] or [0.0]) for text in table["text"]]
     figures = pd.DataFrame(
         {
             "index": table["index"].to_numpy(np.float64),
@@ -190,12 +190,12 @@ def summary(table: pd.DataFrame, source_texts: Iterable[str], target_texts: Iter
     }
 
 
-def correlation(one: pd.Series, other: pd.Series) -> dict[str, Any] | None:
+def correlation(x: pd.Series, y: pd.Series) -> dict[str, Any] | None:
     """Return Spearman's correlation with a 95 % interval, or None where one of the two does not vary."""
-    if one.nunique() < 2 or other.nunique() < 2 or len(one) < 5:
+    if x.nunique() < 2 or y.nunique() < 2 or len(x) < 5:
         return None
-    rho = float(stats.spearmanr(one, other).statistic)
-    reach = stats.norm.ppf(0.975) / math.sqrt(len(one) - 3)
+    rho = float(stats.spearmanr(x, y).statistic)
+    reach = stats.norm.ppf(0.975) / math.sqrt(len(x) - 3)
     centre = math.atanh(min(max(rho, -1 + 1e-12), 1 - 1e-12))
     return {"spearman": rho, "interval": [math.tanh(centre - reach), math.tanh(centre + reach)]}
 
@@ -320,12 +320,12 @@ def reproduce(
     """
     path = results / "cases" / f"{target}.json"
     if path.exists():
-        known: dict[str, Any] = read_json(path)
-        return known
+        existing: dict[str, Any] = read_json(path)
+        return existing
     limits = {name: given.pop(name) for name in ("texts", "attacked") if name in given}
-    read = splits.read("amazon", data, target, "mixed")
-    source = load_corpus(read.sources, labeled=True)
-    unlabeled = load_corpus(splits.divide(read, seed).unlabeled, labeled=False, name="target", domain=target)
+    target_data = splits.read("amazon", data, target, "mixed")
+    source = load_corpus(target_data.sources, labeled=True)
+    unlabeled = load_corpus(splits.divide(target_data, seed).unlabeled, labeled=False, name="target", domain=target)
     chosen = {"frozen_layers": 0, "seed": seed, "device": device, **given}
     adapted = adapt(source, unlabeled, model=model, progress=progress, **chosen)
     record, table = adapted.record, adapted.indexes

@@ -46,7 +46,7 @@ class Cell:
     seed: int
     method: str  # a name, or the file of a method
     preset: str
-    given: Mapping[str, Any]  # settings beside those of the preset
+    given: Mapping[str, Any]  # settings in addition to those of the preset
     changed: Mapping[str, Any]  # settings that are not at their defaults and may change the score
     factors: tuple[float, ...]  # the search: factors of the adaptation's learning rate
     oracle: bool = False
@@ -102,11 +102,6 @@ class Results(NamedTuple):
     """All cells that were run under the rules of today."""
 
 
-def read_all(results: Path) -> list[dict[str, Any]]:
-    """Return the cells that tables show."""
-    return read(results).cells
-
-
 def read(results: Path) -> Results:
     """Read all cells of a folder of results."""
     latest: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -130,8 +125,8 @@ def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     counts: dict[tuple[Any, ...], dict[int, int]] = {}
     for cell in cells:
         if (today := current_protocol(cell)) > 1:
-            of_place = counts.setdefault((*(cell[name] for name in PLACE), today), {})
-            of_place[cell["protocol"]] = of_place.get(cell["protocol"], 0) + 1
+            by_protocol = counts.setdefault((*(cell[name] for name in PLACE), today), {})
+            by_protocol[cell["protocol"]] = by_protocol.get(cell["protocol"], 0) + 1
     chosen = {key: max(sorted(by, reverse=True), key=lambda number: by[number]) for key, by in counts.items()}
     return [
         cell

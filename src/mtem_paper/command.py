@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from mtem.cli.console import parse_settings
+from mtem.cli.console import out, parse_settings
 from mtem.errors import RequestError
 from mtem.progress import Progress
 
 if TYPE_CHECKING:
     from mtem_paper.cells import Cell
-
-out = Console(soft_wrap=True, highlight=False)
 
 RUNS = ("general", "ablation", "batch-size")
 SHOWN = ("cost", "entropy", "trajectories", "page")

@@ -114,18 +114,18 @@ def measure(
 
 def ratios(row: dict[str, Any], plain_memory: float | None) -> dict[str, float | None]:
     """Return time and memory as multiples of the plain step's; None where a figure is missing."""
-    known = "memory" in row and plain_memory is not None
+    measured_both = "memory" in row and plain_memory is not None
     return {
         "time_ratio": row["seconds"] / row["plain_seconds"] if "seconds" in row else None,
-        "memory_ratio": max(1.0, row["memory"]) / max(1.0, plain_memory or 0.0) if known else None,
+        "memory_ratio": max(1.0, row["memory"]) / max(1.0, plain_memory or 0.0) if measured_both else None,
     }
 
 
-def apart(case: Case, one: Callable[[Case], dict[str, Any]] | None = None) -> dict[str, Any]:
+def apart(case: Case, measure_case: Callable[[Case], dict[str, Any]] | None = None) -> dict[str, Any]:
     """Measure a case in a process of its own: the peak memory of a process never decreases."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(one or row_of, case).result()
+            return pool.submit(measure_case or row_of, case).result()
         except concurrent.futures.process.BrokenProcessPool:
             return {**dataclasses.asdict(case), "failed": "killed"}
 
@@ -236,11 +236,11 @@ class Bench:
         """Return the seconds of one step, measured over several in a row."""
         count = IN_A_ROW.get(self.device.type, 1)
         self.wait()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(count):
             self.step()
         self.wait()
-        return (time.perf_counter() - begun) / count
+        return (time.perf_counter() - start) / count
 
     def wait(self) -> None:
         """Wait until the device has finished."""

@@ -52,11 +52,11 @@ def cost(
     chosen = find_device(device)
     dtype = find_precision(precision, chosen)
     name = {"None": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}[str(dtype)]
-    wanted = tuple(part.strip() for part in engines.split(";")) if engines else measurements.ENGINES
-    unknown = [engine for engine in wanted if engine not in measurements.ENGINES]
+    requested = tuple(part.strip() for part in engines.split(";")) if engines else measurements.ENGINES
+    unknown = [engine for engine in requested if engine not in measurements.ENGINES]
     if unknown:
         raise RequestError(f"--engines {unknown[0]}: expected some of {'; '.join(measurements.ENGINES)}")
-    wanted = ("plain", *(engine for engine in wanted if engine != "plain"))  # the others are measured against it
+    requested = ("plain", *(engine for engine in requested if engine != "plain"))  # the others are measured against it
     try:
         sizes = [int(size) for size in batch.split(",")]
     except ValueError:
@@ -64,8 +64,8 @@ def cost(
     if min(sizes) < 2 or length < 4 or repeats < 1:
         raise RequestError("--batch must be at least 2, --length 4 and --repeats 1")
     shared = {"model": model, "device": str(chosen), "precision": name, "attention": attention, "repeats": repeats, "seed": seed}
-    keep = (lambda rows: write_json(json_file, rows)) if json_file is not None else (lambda rows: None)
-    rows = measurements.measure(list(measurements.cases(wanted, sizes, [length], **shared)), Progress(quiet=quiet), keep)
+    save = (lambda rows: write_json(json_file, rows)) if json_file is not None else (lambda rows: None)
+    rows = measurements.measure(list(measurements.cases(requested, sizes, [length], **shared)), Progress(quiet=quiet), save)
     if figure is not None:
         with atomic_write(figure) as stream:
             stream.write(figures.cost_figure(rows).encode())

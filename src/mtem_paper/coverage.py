@@ -22,25 +22,25 @@ def runs(cells: Sequence[Cell]) -> str:
         others = sorted({cell["model"] for cell in cells if cell["dataset"] == dataset})
         for model in dict.fromkeys([*about.planned, *others]):
             for place in (Place(dataset, model, pool, setting) for pool in about.pools for setting in SETTINGS):
-                here = at(cells, place)
+                present = at(cells, place)
                 experiments = protocol.planned(dataset, model, place.pool, place.setting)
-                wanted = {(*pair, seed) for pairs in experiments.values() for pair in pairs for seed in about.seeds}
-                if not here and not wanted:
+                planned = {(*pair, seed) for pairs in experiments.values() for pair in pairs for seed in about.seeds}
+                if not present and not planned:
                     continue
-                lacking = wanted - {(cell["variant"], cell["target"], cell["seed"]) for cell in here}
-                hours = sum(cell.get("seconds") or 0.0 for cell in here) / 3600
-                machines = ", ".join(sorted({str(cell.get("machine") or "unknown") for cell in here})) or "—"
-                share = f"{len(wanted) - len(lacking)} of {len(wanted)}"
-                rows.append([place.title, share, missing(lacking) if here else "everything", f"{hours:.1f}", machines])
+                absent = planned - {(cell["variant"], cell["target"], cell["seed"]) for cell in present}
+                hours = sum(cell.get("seconds") or 0.0 for cell in present) / 3600
+                machines = ", ".join(sorted({str(cell.get("machine") or "unknown") for cell in present})) or "—"
+                share = f"{len(planned) - len(absent)} of {len(planned)}"
+                rows.append([place.title, share, missing(absent) if present else "everything", f"{hours:.1f}", machines])
     return table(["where", "runs of the plan", "missing", "hours", "machine"], rows)
 
 
-def missing(lacking: set[tuple[str, str, int]]) -> str:
+def missing(absent: set[tuple[str, str, int]]) -> str:
     """Return how many runs of which methods are missing; those of other experiments than the general one by experiment."""
     counts: Counter[str] = Counter()
     for name, variant in VARIANTS.items():
         title = variant.name if protocol.GENERAL in variant.groups else protocol.GROUPS[variant.groups[0]]
-        counts[title] += sum(each[0] == name for each in lacking)
+        counts[title] += sum(run[0] == name for run in absent)
     return ", ".join(f"{title} {count}" for title, count in counts.items() if count) or "nothing"
 
 
@@ -61,9 +61,9 @@ def source_models(cells: Sequence[Cell]) -> str:
         by_method: dict[tuple[Any, ...], dict[str, list[float]]] = {}
         for cell in fair:
             if (cell["dataset"], cell["model"]) == (dataset, model):
-                kind = cell["pool"], cell["setting"], cell["settings"].get("target_class_prior")
-                by_group.setdefault((*kind, cell["target"], cell["seed"]), set()).add(cell["source_score"])
-                by_method.setdefault(kind, {}).setdefault(cell["variant"], []).append(cell["source_score"])
+                condition = cell["pool"], cell["setting"], cell["settings"].get("target_class_prior")
+                by_group.setdefault((*condition, cell["target"], cell["seed"]), set()).add(cell["source_score"])
+                by_method.setdefault(condition, {}).setdefault(cell["variant"], []).append(cell["source_score"])
         apart = [max(scores) - min(scores) for scores in by_group.values() if len(scores) > 1]
         if apart:
             gap = max(_largest_gap(list(methods.values())) for methods in by_method.values())
@@ -84,10 +84,10 @@ def earlier_rules(cells: Sequence[Cell], current: Sequence[Cell]) -> str:
     """Return where the tables show runs of earlier rules, and how many there are under the rules of today."""
     rows = []
     for place in places(cells):
-        here = at(cells, place)
-        old = [cell for cell in here if cell["protocol"] != cell_files.current_protocol(cell)]
+        shown = at(cells, place)
+        old = [cell for cell in shown if cell["protocol"] != cell_files.current_protocol(cell)]
         if old:
-            again = [cell for cell in at(current, place) if cell["protocol"] > 1]
-            rows.append([place.title, str(len(here)), str(len(old)), str(len(again))])
+            rerun = [cell for cell in at(current, place) if cell["protocol"] > 1]
+            rows.append([place.title, str(len(shown)), str(len(old)), str(len(rerun))])
     header = ["where", "runs shown", "of earlier rules", "run again so far"]
     return table(header, rows) if rows else "None.\n"

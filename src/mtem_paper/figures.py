@@ -198,7 +198,7 @@ def theory_figure(curves: Sequence[dict[str, Any]], title: str) -> str:
     """
     series, slopes = [], []
     for curve in (curve for curve in curves if curve.get("seed") is None):
-        runs = [each["values"] for each in curves if each["name"] == curve["name"] and each.get("seed") is not None]
+        runs = [other["values"] for other in curves if other["name"] == curve["name"] and other.get("seed") is not None]
         low, high = (([f(column) for column in zip(*runs, strict=True)] if runs else None) for f in (min, max))
         fitted, promised = curve.get("exponent"), curve.get("promised")
         name = curve["name"] + (f", fitted t^{-fitted:.2f}" if fitted is not None else "")

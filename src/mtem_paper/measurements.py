@@ -131,7 +131,7 @@ def _convergence(stem: str, result: Mapping[str, Any], drawn: dict[str, str]) ->
     }
     lines = [f"{key}: {settings[key]}" for key in ("algorithm", "model", "data") if settings.get(key)]
     lines += [f"case {case}: {text}" for case, text in constants.items()]
-    lines += [f"{name}: {what}" for name, what in settings.get("names", {}).items()]
+    lines += [f"{name}: {meaning}" for name, meaning in settings.get("names", {}).items()]
     parts, fits, ends = [bullets(lines)], [], []
     for case in dict.fromkeys(curve["case"] for curve in result["curves"]):
         curves = [curve for curve in result["curves"] if curve["case"] == case]
@@ -181,10 +181,10 @@ def case_figures(study: Mapping[str, Any]) -> str:
     summary, chosen = study["summary"], study["settings"]
     updates = chosen["steps"] * chosen["batch_size"] / summary["texts"] if chosen["steps"] else chosen["epochs"]
     rows = []
-    for key, what in (("index_and_weight", "the mean z of the words"), ("index_and_confidence", "the confidence")):
+    for key, quantity in (("index_and_weight", "the mean z of the words"), ("index_and_confidence", "the confidence")):
         value = summary.get(key)
         text = f"{digits(value['spearman'], 2, sign=True)} {interval(value['interval'], places=2)}" if value else "—"
-        rows.append([f"rank correlation of the index with {what}", text])
+        rows.append([f"rank correlation of the index with {quantity}", text])
     rows.append(["texts", f"{summary['texts']:,}"])
     rows.append(["updates of each index", f"{updates:g}"])
     rows.append(["size of an update", f"{chosen['index_learning_rate']:g} ({chosen['index_step']})"])

@@ -47,8 +47,8 @@ def write(results: Path, docs: Path, progress: Progress | None = None) -> None:
     values: dict[str, str] = {}
     with progress.stage("page of results", len(parts)):
         for number, (name, make) in enumerate(parts.items()):
-            made = make()
-            values |= made if isinstance(made, dict) else {name: made.strip()}
+            value = make()
+            values |= value if isinstance(value, dict) else {name: value.strip()}
             progress.advance(number + 1)
     text = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(values)
     for name, content in drawn.items():
@@ -85,9 +85,9 @@ def sections(results: Path, loaded: cell_files.Results, drawn: dict[str, str]) -
     boards = tables.boards(cells)
 
     def headline() -> dict[str, str]:
-        made = tables.headline(boards)
-        counts = {name: str(getattr(made, name)) for name in ("comparisons", "better", "worse", "best")}
-        return {**counts, "unclear": str(made.comparisons - made.better - made.worse), "headline": made.table.strip()}
+        result = tables.headline(boards)
+        counts = {name: str(getattr(result, name)) for name in ("comparisons", "better", "worse", "best")}
+        return {**counts, "unclear": str(result.comparisons - result.better - result.worse), "headline": result.table.strip()}
 
     def constants() -> dict[str, str]:
         without, runs = checks.without_estimate(loaded.current)

@@ -149,7 +149,7 @@ class Variant:
     groups
         The experiments it is part of.
     preset, given
-        The method's preset, and settings beside those of the preset.
+        The method's preset, and settings in addition to those of the preset.
     oracle
         Whether it is trained on the labels of the unlabeled examples or, where these are unknown, of half of the test set.
     uncorrected
@@ -228,11 +228,11 @@ def check(datasets: Mapping[str, Dataset], variants: Mapping[str, Variant]) -> N
         require(bool(dataset.targets and dataset.pools and dataset.seeds), f"{where}: targets, pools and seeds must not be empty")
         require(set(dataset.targets) <= set(dataset.domains), f"{where}: a target is not one of the domains")
         require(dataset.default_model in dataset.planned, f"{where}: no plan for the default model {dataset.default_model}")
-        apart = dataset.unlabeled_file is not None
-        require(all(bool(sources) is apart for sources in dataset.pools.values()), f"{where}: pools do not fit unlabeled_file")
+        separate = dataset.unlabeled_file is not None
+        require(all(bool(sources) is separate for sources in dataset.pools.values()), f"{where}: pools do not fit unlabeled_file")
         for model, share in dataset.planned.items():
-            for names, known in ((share.variants, variants), (share.settings, SETTINGS), (share.pools, dataset.pools)):
-                require(set(names or ()) <= set(known), f"{where}: plan of {model}: unknown name in {names}")
+            for names, allowed in ((share.variants, variants), (share.settings, SETTINGS), (share.pools, dataset.pools)):
+                require(set(names or ()) <= set(allowed), f"{where}: plan of {model}: unknown name in {names}")
     for key, variant in variants.items():
         where = f"variant '{key}'"
         require(bool(variant.name.strip()), f"{where}: no display name")
@@ -334,32 +334,32 @@ def plan(
     if dataset not in DATASETS:
         raise RequestError(f"unknown data set '{dataset}': expected {' or '.join(DATASETS)}")
     about = DATASETS[dataset]
-    for option, names, known in (
+    for option, names, allowed in (
         ("--targets", targets, about.targets), ("--settings", settings_, SETTINGS), ("--pools", pools, tuple(about.pools)),
-        ("--variants", [each for each in variants or () if not each.endswith(".py")], tuple(VARIANTS)),
+        ("--variants", [value for value in variants or () if not value.endswith(".py")], tuple(VARIANTS)),
     ):  # fmt: skip
-        if unknown := [each for each in names or () if each not in known]:
-            raise RequestError(f"{option} {unknown[0]}: for {dataset}, expected some of {', '.join(known)}")
+        if unknown := [value for value in names or () if value not in allowed]:
+            raise RequestError(f"{option} {unknown[0]}: for {dataset}, expected some of {', '.join(allowed)}")
     for key, option in (("seed", "--seeds"), ("device", "--device")):
         if key in (overrides or {}):
             raise RequestError(f"--set {key}: use {option} instead")
-    wanted: dict[tuple[str, str, str], None] = {}  # (setting, pool, variant), each once, in order
-    for experiment in (EXPERIMENTS[each] for each in experiments):
+    requested: dict[tuple[str, str, str], None] = {}  # (setting, pool, variant), each once, in order
+    for experiment in (EXPERIMENTS[key] for key in experiments):
         for setting in SETTINGS:
             for pool in about.pools:
                 if setting not in (settings_ or experiment.settings) or pool not in (pools or experiment.pools or about.pools):
                     continue
                 for variant in experiment.variants if variants is None else variants:
-                    wanted[setting, pool, variant] = None
-    rows = {key[2]: row(dataset, model, name, key[2], overrides or {}) for key in wanted}
+                    requested[setting, pool, variant] = None
+    rows = {key[2]: row(dataset, model, name, key[2], overrides or {}) for key in requested}
     order = list(about.pools)
-    groups = sorted({key[:2] for key in wanted}, key=lambda each: (SETTINGS.index(each[0]), order.index(each[1])))
+    groups = sorted({key[:2] for key in requested}, key=lambda group: (SETTINGS.index(group[0]), order.index(group[1])))
     cells = [
         dataclasses.replace(rows[variant], setting=setting, pool=pool, target=target, seed=seed)
         for seed in (about.seeds if seeds is None else seeds)
         for setting, pool in groups
         for target in about.targets
-        for variant in [key[2] for key in wanted if key[:2] == (setting, pool)]
+        for variant in [key[2] for key in requested if key[:2] == (setting, pool)]
         if (targets is None or target in targets) and fits(variant, dataset, setting, target)
     ]
     if cells and (unused := set(overrides or {}).difference(*(cell.overrides for cell in rows.values()))):
@@ -378,8 +378,8 @@ def fits(variant: str, dataset: str, setting: str, target: str) -> bool:
 def row(dataset: str, model: str, name: str, variant: str, overrides: Mapping[str, Any]) -> Cell:
     """Return the cell of a variant, with setting, pool, target and seed left open."""
     about = find(variant)
-    known = settings.names(*map(type, find_settings(model, about.method, about.preset, {})))
-    own = {key: value for key, value in overrides.items() if key in known}
+    accepted = settings.names(*map(type, find_settings(model, about.method, about.preset, {})))
+    own = {key: value for key, value in overrides.items() if key in accepted}
     given = {**DATASETS[dataset].given, **about.given, **own}
     parts = find_settings(model, about.method, about.preset, given)
     parsed = settings.record(*parts)

@@ -31,7 +31,6 @@ class Table:
     number: int
     dataset: str
     setting: str
-    metric: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
 
@@ -50,7 +49,7 @@ class Table:
 _TRUNCATED = "the mean is cut off rather than rounded"
 
 PHEME_UNSUPERVISED = Table(
-    1, "pheme", "unsupervised", "F1 of the class rumour",
+    1, "pheme", "unsupervised",
     (
         Row("out", "Out", (0.561, 0.190, 0.575, 0.438), 0.441),
         Row("dann", "DANN", (0.501, 0.387, 0.544, 0.461), 0.473),
@@ -66,7 +65,7 @@ PHEME_UNSUPERVISED = Table(
 )  # fmt: skip
 
 PHEME_SEMI = Table(
-    1, "pheme", "semi-supervised", "F1 of the class rumour",
+    1, "pheme", "semi-supervised",
     (
         Row("out", "In+Out", (0.586, 0.200, 0.599, 0.424), 0.452),
         Row("mme", "MME", (0.601, 0.381, 0.612, 0.677), 0.568, f"printed .567; {_TRUNCATED}"),
@@ -78,7 +77,7 @@ PHEME_SEMI = Table(
 )  # fmt: skip
 
 AMAZON_UNSUPERVISED = Table(
-    2, "amazon", "unsupervised", "accuracy",
+    2, "amazon", "unsupervised",
     (
         Row("out", "Out", (0.902, 0.902, 0.894, 0.895), 0.898),
         Row("dann", "DANN", (0.912, 0.909, 0.934, 0.934), 0.922),
@@ -90,7 +89,7 @@ AMAZON_UNSUPERVISED = Table(
 )  # fmt: skip
 
 AMAZON_SEMI = Table(
-    2, "amazon", "semi-supervised", "accuracy",
+    2, "amazon", "semi-supervised",
     (
         Row("out", "In+Out", (0.912, 0.908, 0.926, 0.931), 0.919),
         Row("mme", "MME", (0.923, 0.924, 0.927, 0.931), 0.926),
@@ -101,7 +100,7 @@ AMAZON_SEMI = Table(
 )  # fmt: skip
 
 PHEME_ABLATION = Table(
-    3, "pheme", "unsupervised", "F1 of the class rumour",
+    3, "pheme", "unsupervised",
     (
         Row("mtem", "MTEM", (0.627, 0.549, 0.728, 0.729), 0.658),
         Row("mtem-without-meta", "w/o M", (0.569, 0.452, 0.633, 0.647), 0.575),
@@ -112,7 +111,7 @@ PHEME_ABLATION = Table(
 )  # fmt: skip
 
 AMAZON_ABLATION = Table(
-    4, "amazon", "unsupervised", "accuracy",
+    4, "amazon", "unsupervised",
     (
         Row("mtem", "MTEM", (0.939, 0.937, 0.935, 0.937), 0.937),
         Row("mtem-without-meta", "w/o M", (0.912, 0.917, 0.919, 0.919), 0.917, f"printed .916; {_TRUNCATED}"),

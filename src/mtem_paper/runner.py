@@ -89,17 +89,17 @@ def run(
         What was done and what failed.
     """
     progress = progress or Progress(quiet=True)
-    wanted = missing(results, cells)
-    summary = Summary(existed=len(cells) - len(wanted), left=len(wanted))
+    missing_cells = missing(results, cells)
+    summary = Summary(existed=len(cells) - len(missing_cells), left=len(missing_cells))
     deadline = time.time() + limit if limit is not None else float("inf")
-    groups = [list(group) for _, group in itertools.groupby(wanted, key=lambda cell: cell.group)]
+    groups = [list(group) for _, group in itertools.groupby(missing_cells, key=lambda cell: cell.group)]
     threads = max(1, min(torch.get_num_threads(), cores() // jobs))  # OMP_NUM_THREADS may ask for fewer
     solver = Solver(data, model, device, results / SOURCE_MODELS)
     if jobs > 1:
         outcomes = in_processes(groups, solver, jobs, threads, deadline)
     else:
         outcomes = in_this_process(groups, solver, threads, deadline)
-    with progress.stage("cells", len(wanted)), contextlib.closing(outcomes):
+    with progress.stage("cells", len(missing_cells)), contextlib.closing(outcomes):
         progress.advance(0)
         for outcome in outcomes:
             summary.left -= 1
@@ -210,9 +210,9 @@ def in_processes(
                 except (EOFError, ConnectionError):
                     process = workers.pop(connection)
                     process.join()
-                    left = remaining.pop(connection, None)
-                    if left and not any(left is other for other in remaining.values()):
-                        pending.appendleft(left)
+                    unfinished = remaining.pop(connection, None)
+                    if unfinished and not any(unfinished is other for other in remaining.values()):
+                        pending.appendleft(unfinished)
                     if (cell := busy.pop(connection)) is not None:
                         yield Outcome(cell, None, f"its process ended with exit code {process.exitcode}")
                     continue

@@ -68,32 +68,32 @@ class Group:
         if examples:
             self.target_labeled = load_corpus((examples, labels), labeled=True, name="target_labeled", domain=cell.target)
         if division.unlabeled_labels is not None:
-            known = division.unlabeled + examples, division.unlabeled_labels + labels
-            self.all_labels = load_corpus(known, labeled=True, name="oracle", domain=cell.target)
+            labeled = division.unlabeled + examples, division.unlabeled_labels + labels
+            self.all_labels = load_corpus(labeled, labeled=True, name="oracle", domain=cell.target)
         self.test = load_corpus(division.test, labeled=False, name="test", domain=cell.target)
         self.classes = self.source.classes
         self.truth = np.array([self.classes.index(label) for label in division.truth])
         if len(self.test) != len(self.truth):
             raise RunError(f"{cell.target}: {len(self.truth) - len(self.test)} test texts are empty; remove them from the data")
-        self._begun: dict[str, Adapted | Exception] = {}
+        self._trained: dict[str, Adapted | Exception] = {}
 
     def begin(self, cell: Cell) -> Adapted:
         """Return theta_1, trained once: the same for all methods except those with their own head, and the oracle."""
         own = methods.get(cell.method).prepare_model.__func__ is not Method.prepare_model.__func__  # type: ignore[attr-defined]
         key = cell.variant if own or cell.oracle else ""
-        if key not in self._begun:
+        if key not in self._trained:
             method = cell.method if own else "source-only"
-            known = settings.names(*map(type, find_settings(self.model, method, "recommended", {})))
+            accepted = settings.names(*map(type, find_settings(self.model, method, "recommended", {})))
             given = {**DATASETS[cell.dataset].given, **cell.overrides, "steps": 0, **oracle_settings(cell)}
-            given = {name: given[name] for name in given if name in known}
+            given = {name: given[name] for name in given if name in accepted}
             try:
-                self._begun[key] = self.adapt(cell, method, given) if key else self.shared(cell, given)
+                self._trained[key] = self.adapt(cell, method, given) if key else self.shared(cell, given)
             except Exception as error:  # every cell that needs it fails without another try
-                self._begun[key] = error
-        begun = self._begun[key]
-        if isinstance(begun, Exception):
-            raise begun
-        return begun
+                self._trained[key] = error
+        trained = self._trained[key]
+        if isinstance(trained, Exception):
+            raise trained
+        return trained
 
     def shared(self, cell: Cell, given: Mapping[str, Any]) -> Adapted:
         """Return theta_1 from its folder, trained first if needed: trained again on a GPU, it would differ slightly."""
@@ -112,9 +112,9 @@ class Group:
 
     def adapt(self, cell: Cell, method: str, given: Mapping[str, Any], labeled: Corpus | None = None, **options: Any) -> Adapted:
         """Call `mtem.adapt` on the group's data; `labeled` replaces the labeled target texts."""
-        known = self.all_labels if cell.oracle else self.target_labeled
+        default = self.all_labels if cell.oracle else self.target_labeled
         return adapt(
-            self.source, self.target, target_labeled=known if labeled is None else labeled, model=self.model,
+            self.source, self.target, target_labeled=default if labeled is None else labeled, model=self.model,
             method=method, progress=Progress(Console(file=io.StringIO()), quiet=True),
             **options, **{**given, "seed": cell.seed, "device": self.device},
         )  # fmt: skip
@@ -140,11 +140,11 @@ class Watch:
             self.history.append({name: line[name] for name in HISTORY if name in line})
         if line["stage"] != "evaluation":
             return
-        kept = clone({name: value for name, value in everything(model).items() if name.startswith(model.head_path + ".")})
+        head_weights = clone({name: value for name, value in everything(model).items() if name.startswith(model.head_path + ".")})
         if "bias" in line:
             add_bias(model, line["bias"])
         value = headline(self.group, self.evaluate(model)[0])
-        load(model, kept)
+        load(model, head_weights)
         self.candidates.append({"step": line["step"], "criterion_score": line["score"], "score": value})
 
     def evaluate(self, model: Model) -> tuple[metrics.Metrics, np.ndarray]:
@@ -157,7 +157,7 @@ class Watch:
 def headline(group: Group, result: metrics.Metrics) -> float:
     """Return the score that is reported."""
     positive = DATASETS[group.cell.dataset].positive
-    return result.accuracy if positive is None else next(each.f1 for each in result.per_class if each.name == positive)
+    return result.accuracy if positive is None else next(metric.f1 for metric in result.per_class if metric.name == positive)
 
 
 def solve(cell: Cell, group: Group) -> dict[str, Any]:
@@ -165,13 +165,13 @@ def solve(cell: Cell, group: Group) -> dict[str, Any]:
     if cell.oracle and group.all_labels is None:
         return cross_fitted(cell, group)
     theta = group.begin(cell)
-    begun = time.monotonic()
+    cell_started = time.monotonic()
     own = find_settings(group.model, cell.method, cell.preset, cell.given).training.learning_rate
     rate = theta.record["resolved"]["learning_rate"] if own is None else own
     search: list[dict[str, Any]] = []
     best: tuple[Adapted, Watch] | None = None
     for factor in cell.factors:
-        started, watch = time.monotonic(), Watch(group)
+        run_started, watch = time.monotonic(), Watch(group)
         adapted = group.adapt(
             cell,
             cell.method,
@@ -184,7 +184,7 @@ def solve(cell: Cell, group: Group) -> dict[str, Any]:
         chosen = next(entry for entry in watch.candidates if entry["step"] == step)
         entry = {
             "settings": {"learning_rate": rate * factor}, "chosen_step": step, "criterion_score": chosen["criterion_score"],
-            "score": chosen["score"], "candidates": watch.candidates, "seconds": round(time.monotonic() - started, 2),
+            "score": chosen["score"], "candidates": watch.candidates, "seconds": round(time.monotonic() - run_started, 2),
         }  # fmt: skip
         if best is None or entry["criterion_score"] > max(other["criterion_score"] for other in search):
             best = adapted, watch
@@ -192,7 +192,7 @@ def solve(cell: Cell, group: Group) -> dict[str, Any]:
     assert best is not None
     adapted, watch = best
     return result_of(
-        cell, group, theta, adapted.record, *watch.evaluate(adapted.model), watch, search, time.monotonic() - begun
+        cell, group, theta, adapted.record, *watch.evaluate(adapted.model), watch, search, time.monotonic() - cell_started
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def cross_fitted(cell: Cell, group: Group) -> dict[str, Any]:
 
     Each half of the test set is predicted by a model that was trained on the sources and the labels of the other half.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     division, count = group.division, len(group.truth)
     random = np.random.default_rng([cell.seed, 0x0AC1E])
     half = splits.held_out(division.test_keys, division.truth, 0.5, random)
@@ -211,8 +211,8 @@ def cross_fitted(cell: Cell, group: Group) -> dict[str, Any]:
     semi = group.target_labeled is not None
     examples, labels = (division.target_labeled, division.target_labeled_labels) if semi else ([], [])
     for rows, others in (halves, halves[::-1]):
-        known = [division.test[i] for i in others] + examples, [division.truth[i] for i in others] + labels
-        labeled = load_corpus(known, labeled=True, name="oracle", domain=cell.target)
+        training_data = [division.test[i] for i in others] + examples, [division.truth[i] for i in others] + labels
+        labeled = load_corpus(training_data, labeled=True, name="oracle", domain=cell.target)
         adapted = group.adapt(cell, cell.method, given, labeled, preset=cell.preset)
         logits[rows] = inference.compute_logits(adapted.model, adapted.model.encode(group.test), rows).logits
     watch = Watch(group)
@@ -221,10 +221,10 @@ def cross_fitted(cell: Cell, group: Group) -> dict[str, Any]:
     search = [
         {
             "settings": {}, "chosen_step": 0, "criterion_score": 0.0, "score": headline(group, result),
-            "candidates": watch.candidates, "seconds": round(time.monotonic() - begun, 2),
+            "candidates": watch.candidates, "seconds": round(time.monotonic() - started, 2),
         }
     ]  # fmt: skip
-    return result_of(cell, group, adapted, adapted.record, result, predicted, watch, search, time.monotonic() - begun)
+    return result_of(cell, group, adapted, adapted.record, result, predicted, watch, search, time.monotonic() - started)
 
 
 def evaluate_logits(group: Group, logits: np.ndarray) -> tuple[metrics.Metrics, np.ndarray]:
@@ -254,18 +254,18 @@ def result_of(
     """
     value = headline(group, evaluated)
     chosen = next(number for number, entry in enumerate(search) if entry["candidates"] is watch.candidates)
-    every = [(entry["score"], number, entry["step"]) for number, run in enumerate(search) for entry in run["candidates"]]
-    every.append((value, chosen, record["selection"]["chosen_step"]))  # on a GPU the same weights need not score the same
-    most = max(every, key=lambda each: each[0])
+    candidates = [(entry["score"], number, entry["step"]) for number, run in enumerate(search) for entry in run["candidates"]]
+    candidates.append((value, chosen, record["selection"]["chosen_step"]))  # on a GPU the same weights need not score the same
+    best = max(candidates, key=lambda candidate: candidate[0])
     positive = DATASETS[cell.dataset].positive
     figures: dict[str, Any] = {
         "accuracy": evaluated.accuracy,
         "macro_f1": evaluated.macro_f1,
-        "f1": {each.name: each.f1 for each in evaluated.per_class},
-        "average_precision": {each.name: each.average_precision for each in evaluated.per_class},
+        "f1": {metric.name: metric.f1 for metric in evaluated.per_class},
+        "average_precision": {metric.name: metric.average_precision for metric in evaluated.per_class},
     }
     if positive is not None:
-        figures["trivial_f1"] = next(each.trivial_f1 for each in evaluated.per_class if each.name == positive)
+        figures["trivial_f1"] = next(metric.trivial_f1 for metric in evaluated.per_class if metric.name == positive)
     result: dict[str, Any] = {
         "dataset": cell.dataset, "model": cell.model, "variant": cell.variant, "method": methods.get(cell.method).name,
         "setting": cell.setting, "pool": cell.pool, "target": cell.target, "seed": cell.seed, "preset": cell.preset,
@@ -274,7 +274,7 @@ def result_of(
         "selected_by": record["selection"]["criterion"],
         "oracle": cell.oracle,
         "source_score": watch.candidates[0]["score"],
-        "target_selected": {"score": most[0], "search": most[1], "step": most[2]},
+        "target_selected": {"score": best[0], "search": best[1], "step": best[2]},
         "search": search,
         "chosen": chosen,
         "estimate": record["estimate"]["after"] and {
@@ -302,8 +302,8 @@ def result_of(
         "finished": now(),
     }  # fmt: skip
     if result["method"] == "mtem":
-        kept = np.unique(np.linspace(0, len(watch.history) - 1, POINTS).round().astype(int)) if watch.history else np.arange(0)
-        result["history"] = [watch.history[number] for number in kept]
+        points = np.unique(np.linspace(0, len(watch.history) - 1, POINTS).round().astype(int)) if watch.history else np.arange(0)
+        result["history"] = [watch.history[number] for number in points]
     plain: dict[str, Any] = json.loads(json.dumps(result, default=str))
     return plain
 

@@ -117,14 +117,14 @@ def divide(target: Target, seed: int) -> Division:
     if len(once) < 2 * TARGET_LABELED:
         raise RequestError(f"{len(once)} labeled target examples are not enough: expected at least {2 * TARGET_LABELED}")
     labeled = np.sort(random.permutation(once)[:TARGET_LABELED])
-    rest = np.setdiff1d(np.arange(len(target.keys)), labeled)
+    remaining = np.setdiff1d(np.arange(len(target.keys)), labeled)
     unlabeled_labels: list[str] | None
     if target.pool is not None:
-        kept = np.sort(random.permutation(len(target.pool))[:POOL])
-        unlabeled, unlabeled_labels, test = [target.pool[i] for i in kept], None, rest
+        sampled = np.sort(random.permutation(len(target.pool))[:POOL])
+        unlabeled, unlabeled_labels, test = [target.pool[i] for i in sampled], None, remaining
     else:
-        held = held_out([target.keys[i] for i in rest], [target.labels[i] for i in rest], TEST_SHARE, random)
-        test, others = rest[held], np.setdiff1d(rest, rest[held])
+        chosen = held_out([target.keys[i] for i in remaining], [target.labels[i] for i in remaining], TEST_SHARE, random)
+        test, others = remaining[chosen], np.setdiff1d(remaining, remaining[chosen])
         unlabeled, unlabeled_labels = [target.examples[i] for i in others], [target.labels[i] for i in others]
     return Division(
         [target.examples[i] for i in labeled], [target.labels[i] for i in labeled],
@@ -142,10 +142,10 @@ def held_out(keys: Sequence[str], labels: Sequence[str], share: float, random: n
     chosen: list[int] = []
     for label in sorted(set(labels)):
         groups = [rows for rows in members.values() if labels[rows[0]] == label]
-        wanted = round(share * sum(map(len, groups)))
-        taken = 0
+        size = round(share * sum(map(len, groups)))
+        count = 0
         for number in random.permutation(len(groups)):
-            if taken + len(groups[number]) <= wanted:
+            if count + len(groups[number]) <= size:
                 chosen += groups[number]
-                taken += len(groups[number])
+                count += len(groups[number])
     return np.array(sorted(chosen))

@@ -93,9 +93,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def family(differences: Mapping[Key, Difference | None]) -> dict[Key, Difference | None]:
     """Return the same differences, corrected for their number. Those of one seed can never be clear and do not count."""
-    tested = {key: each for key, each in differences.items() if each is not None and each.seeds > 1}
-    adjusted = dict(zip(tested, holm([each.p for each in tested.values()]), strict=True))
-    return {**differences, **{key: replace(each, adjusted=adjusted[key]) for key, each in tested.items()}}
+    tested = {key: value for key, value in differences.items() if value is not None and value.seeds > 1}
+    adjusted = dict(zip(tested, holm([value.p for value in tested.values()]), strict=True))
+    return {**differences, **{key: replace(value, adjusted=adjusted[key]) for key, value in tested.items()}}
 
 
 class Board:
@@ -127,19 +127,19 @@ class Board:
             self.cells[key] = cell
         self.variants = tuple(variant for variant in variants if any(key[0] == variant for key in self.cells))
         self.ran = tuple(sorted({seed for *_, seed in self.cells}))
-        whole = {seed: sum(self._whole(variant, seed) for variant in self.variants) for seed in self.ran}
-        self.seeds = tuple(seed for seed in self.ran if 2 * whole[seed] >= len(self.variants))
+        complete = {seed: sum(self._has_all_targets(variant, seed) for variant in self.variants) for seed in self.ran}
+        self.seeds = tuple(seed for seed in self.ran if 2 * complete[seed] >= len(self.variants))
         if self.ran and not self.seeds:
             self.seeds = (max(self.ran, key=lambda seed: sum(key[2] == seed for key in self.cells)),)
 
-    def _whole(self, variant: str, seed: int) -> bool:
+    def _has_all_targets(self, variant: str, seed: int) -> bool:
         return all((variant, target, seed) in self.cells for target in self.targets)
 
     def seeds_of(self, variant: str, target: str | None = None) -> tuple[int, ...]:
         """Return those of the table's seeds that the variant has for every target; if there are none, those of `target`."""
-        whole = tuple(seed for seed in self.seeds if self._whole(variant, seed))
-        if whole or target is None:
-            return whole
+        complete = tuple(seed for seed in self.seeds if self._has_all_targets(variant, seed))
+        if complete or target is None:
+            return complete
         return tuple(seed for seed in self.seeds if (variant, target, seed) in self.cells)
 
     def cells_of(self, variant: str, target: str | None = None) -> list[Cell]:
@@ -175,7 +175,7 @@ class Board:
         if 2 * len(ready) < len(rivals):
             return None
         return max(
-            (variant for variant in ready if variant != but), key=lambda each: self.mean(each, target) or 0.0, default=None
+            (variant for variant in ready if variant != but), key=lambda variant: self.mean(variant, target) or 0.0, default=None
         )
 
     def paired(self, variant: str, other: str, target: str | None = None) -> tuple[int, ...]:
@@ -283,14 +283,14 @@ def _rows(cells: Sequence[Cell]) -> list[np.ndarray]:
     tests: dict[int, tuple[str, str]] = {}
     labels: dict[int, str] = {}
     for cell in cells:
-        held = cell["test"].get("rows")
-        if held is None:
+        bits = cell["test"].get("rows")
+        if bits is None:
             raise RequestError(f"cell {name_of(cell)}: no test rows: which examples it was tested on is unknown; run it again")
-        rows.append(np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(held), dtype=np.uint8))))
-        same = tests.setdefault(cell["seed"], (held, cell["test"]["fingerprint"])) == (held, cell["test"]["fingerprint"])
-        same = same and len(rows[-1]) == len(cell["truth"]) == len(cell["predictions"])
-        known = zip(rows[-1].tolist(), cell["truth"], strict=True) if same else ()
-        if not same or any(labels.setdefault(row, label) != label for row, label in known):
+        rows.append(np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(bits), dtype=np.uint8))))
+        consistent = tests.setdefault(cell["seed"], (bits, cell["test"]["fingerprint"])) == (bits, cell["test"]["fingerprint"])
+        consistent = consistent and len(rows[-1]) == len(cell["truth"]) == len(cell["predictions"])
+        labeled = zip(rows[-1].tolist(), cell["truth"], strict=True) if consistent else ()
+        if not consistent or any(labels.setdefault(row, label) != label for row, label in labeled):
             raise RequestError(
                 f"cell {name_of(cell)}: tested on other texts than {cells[0]['variant']}, so they cannot be compared; "
                 "run both again on the same data"
@@ -306,7 +306,7 @@ def _shares(cell: Cell, positive: str | None) -> np.ndarray:
     truth, predicted = (np.frombuffer(cell[key].encode("ascii"), dtype=np.uint8) - ord("0") for key in ("truth", "predictions"))
     if positive is None:
         return np.stack([truth == predicted, np.ones_like(truth)])
-    true, called = (each == cell["classes"].index(positive) for each in (truth, predicted))
+    true, called = (classes == cell["classes"].index(positive) for classes in (truth, predicted))
     return np.stack([2 * (true & called), true.astype(int) + called])
 
 

@@ -38,8 +38,8 @@ class Place(NamedTuple):
 
 def places(cells: Sequence[Cell]) -> list[Place]:
     """Return the places of the cells, in the order of data sets, models, pools and settings."""
-    known = {Place(cell["dataset"], cell["model"], cell["pool"], cell["setting"]) for cell in cells}
-    return sorted(known, key=lambda place: (list(DATASETS).index(place.dataset), *place[1:3], SETTINGS.index(place.setting)))
+    distinct = {Place(cell["dataset"], cell["model"], cell["pool"], cell["setting"]) for cell in cells}
+    return sorted(distinct, key=lambda place: (list(DATASETS).index(place.dataset), *place[1:3], SETTINGS.index(place.setting)))
 
 
 def at(cells: Sequence[Cell], place: Place) -> list[Cell]:
@@ -56,8 +56,8 @@ def make_board(cells: Sequence[Cell], place: Place, variants: Sequence[str]) -> 
 def boards(cells: Sequence[Cell]) -> dict[Place, Board]:
     """Return the boards of the general comparison (Tables 1 and 2), with methods from files as further rows."""
     own = sorted({cell["variant"] for cell in cells} - set(VARIANTS))
-    made = {place: make_board(cells, place, (*protocol.in_group(protocol.GENERAL), *own)) for place in places(cells)}
-    return {place: board for place, board in made.items() if board.variants}
+    all_boards = {place: make_board(cells, place, (*protocol.in_group(protocol.GENERAL), *own)) for place in places(cells)}
+    return {place: board for place, board in all_boards.items() if board.variants}
 
 
 # ---------------------------------------------------------------------- families of comparisons
@@ -102,7 +102,7 @@ def _against(board: Board, baseline: str) -> dict[str, str]:
     return {variant: baseline if variant == "out-as-is" else other for variant, other in own.items() if variant != baseline}
 
 
-class Kind(NamedTuple):
+class MethodGroup(NamedTuple):
     """The methods of a place with the same correction of the class shares."""
 
     title: str
@@ -111,21 +111,21 @@ class Kind(NamedTuple):
     variants: list[str]
 
 
-def _kinds(place: Place, board: Board) -> list[Kind]:
+def _method_groups(place: Place, board: Board) -> list[MethodGroup]:
     plain = [variant for variant in _fair(board) if _baseline(board, variant) == "out-as-is"]
-    kinds = [Kind(place.title, "out", "mtem", [variant for variant in _fair(board) if variant not in plain])]
+    groups = [MethodGroup(place.title, "out", "mtem", [variant for variant in _fair(board) if variant not in plain])]
     if "mtem-as-is" in plain:
-        kinds.append(Kind(f"{place.title}, no class shares assumed", "out-as-is", "mtem-as-is", plain))
-    return kinds
+        groups.append(MethodGroup(f"{place.title}, no class shares assumed", "out-as-is", "mtem-as-is", plain))
+    return groups
 
 
 def gains(by_place: Mapping[Place, Board]) -> dict[str, Difference | None]:
     """Return the family of the headline: MTEM over the source model in every place, by title."""
     return family(
         {
-            kind.title: board.compare(kind.mtem, kind.source_model)
+            group.title: board.compare(group.mtem, group.source_model)
             for place, board in by_place.items()
-            for kind in _kinds(place, board)
+            for group in _method_groups(place, board)
         }
     )
 
@@ -149,27 +149,27 @@ def headline(by_place: Mapping[Place, Board]) -> Headline:
     rows, differences, best_or_level = [], gains(by_place), 0
     for place, board in by_place.items():
         paper = _paper(place)
-        for kind in _kinds(place, board):
-            best = board.best(among=kind.variants)
-            means = (digits(board.mean(variant)) for variant in (kind.source_model, kind.mtem))
-            row = [kind.title, str(len(board.seeds)), *means, difference(differences[kind.title]), _gain(paper, "mtem", "out")]
+        for group in _method_groups(place, board):
+            best = board.best(among=group.variants)
+            means = (digits(board.mean(variant)) for variant in (group.source_model, group.mtem))
+            row = [group.title, str(len(board.seeds)), *means, difference(differences[group.title]), _gain(paper, "mtem", "out")]
             if best is None:
                 rows.append([*row, "unfinished", ""])
                 continue
             # The same family as the table's if it has the same best, so that both mark the same differences.
-            family_of_best = behind(board, best, None if best == board.best() else kind.variants)
-            compared = {variant: each for variant, each in family_of_best.items() if variant in kind.variants}
-            mtem = compared.get(kind.mtem)
-            best_or_level += kind.mtem == best or (mtem is not None and not mtem.clear)
+            family_of_best = behind(board, best, None if best == board.best() else group.variants)
+            compared = {variant: result for variant, result in family_of_best.items() if variant in group.variants}
+            mtem = compared.get(group.mtem)
+            best_or_level += group.mtem == best or (mtem is not None and not mtem.clear)
             rows.append([*row, f"{_name(best, paper)} {digits(board.mean(best))}", _clearly_behind(compared, paper)])
-    clear = [each.value > 0 for each in differences.values() if each and each.clear]
+    clear = [result.value > 0 for result in differences.values() if result and result.clear]
     header = ["where", "seeds", "Out", "MTEM", "MTEM over Out", "in the paper", "best here", "clearly worse than the best"]
-    comparisons = sum(each is not None for each in differences.values())
+    comparisons = sum(result is not None for result in differences.values())
     return Headline(table(header, rows), comparisons, sum(clear), len(clear) - sum(clear), best_or_level)
 
 
 def _clearly_behind(compared: Mapping[str, Difference | None], paper: published.Table) -> str:
-    return ", ".join(_name(variant, paper) for variant, each in compared.items() if each and each.clear) or "none"
+    return ", ".join(_name(variant, paper) for variant, result in compared.items() if result and result.clear) or "none"
 
 
 # ---------------------------------------------------------------------- Tables 1 and 2
@@ -188,7 +188,7 @@ def general(dataset: str, by_place: Mapping[Place, Board]) -> str:
 
 
 def _paper(place: Place) -> published.Table:
-    return next(each for each in published.GENERAL if (each.dataset, each.setting) == (place.dataset, place.setting))
+    return next(paper for paper in published.GENERAL if (paper.dataset, paper.setting) == (place.dataset, place.setting))
 
 
 def _name(variant: str, paper: published.Table) -> str:
@@ -222,13 +222,13 @@ def summary(board: Board, paper: published.Table) -> str:
 def _precision(board: Board, paper: published.Table, baseline: str) -> list[list[str]]:
     """Return the seeds, and how large a difference has to be to be clear: the smallest p of n has to be below LEVEL / n."""
     rows = [["seeds", ", ".join(map(str, board.seeds)), ""]]
-    if left := [str(seed) for seed in board.ran if seed not in board.seeds]:
-        rows.append(["seeds left out, not complete", ", ".join(left), ""])
-    against = {each: other for each, other in _against(board, baseline).items() if len(board.paired(each, other)) > 1}
-    reaches = [reach for each, other in against.items() if (reach := board.reach(each, other, LEVEL / len(against)))]
+    if incomplete := [str(seed) for seed in board.ran if seed not in board.seeds]:
+        rows.append(["seeds left out, not complete", ", ".join(incomplete), ""])
+    against = {variant: other for variant, other in _against(board, baseline).items() if len(board.paired(variant, other)) > 1}
+    reaches = [reach for variant, other in against.items() if (reach := board.reach(variant, other, LEVEL / len(against)))]
     if reaches:
-        what = f"smallest clear difference from {_name(baseline, paper)}, median of {len(against)} comparisons"
-        rows.append([what, digits(statistics.median(reaches)), ""])
+        label = f"smallest clear difference from {_name(baseline, paper)}, median of {len(against)} comparisons"
+        rows.append([label, digits(statistics.median(reaches)), ""])
     return rows
 
 
@@ -320,11 +320,11 @@ def trivial(by_place: Mapping[Place, Board]) -> str:
     ]:
         for target in board.targets:
             rumours, threads = published.EVENT_SIZES[target]
-            known = [cell["metrics"].get("trivial_f1") for (_, name, _), cell in board.cells.items() if name == target]
-            known = [value for value in known if value is not None] or [published.trivial_f1(rumours, threads)]
-            least = statistics.fmean(known)
-            values = [board.mean(each, target) for each in ("out", "mtem")] + [
-                paper.score(each, target) for each in ("out", "mtem")
+            trivial_f1 = [cell["metrics"].get("trivial_f1") for (_, name, _), cell in board.cells.items() if name == target]
+            trivial_f1 = [value for value in trivial_f1 if value is not None] or [published.trivial_f1(rumours, threads)]
+            least = statistics.fmean(trivial_f1)
+            values = [board.mean(variant, target) for variant in ("out", "mtem")] + [
+                paper.score(variant, target) for variant in ("out", "mtem")
             ]
             marked = [f"*{digits(value)}*" if value is not None and value < least else digits(value) for value in values]
             rows.append([target, f"{rumours} of {threads:,}", digits(least), *marked])
@@ -333,13 +333,13 @@ def trivial(by_place: Mapping[Place, Board]) -> str:
 
 def outside(by_place: Mapping[Place, Board]) -> str:
     """Return accuracies on Amazon that were published elsewhere, and ours."""
-    rows = [[each.method, digits(each.score), each.encoder, each.source] for each in published.OUTSIDE]
+    rows = [[entry.method, digits(entry.score), entry.encoder, entry.source] for entry in published.OUTSIDE]
     for place, board in by_place.items():
         best = board.best()
         if (place.dataset, place.setting) == ("amazon", UNSUPERVISED) and best:
-            where = f"ours, {place.pool} pool"
-            rows.append([f"{protocol.find(best).name}, best here", digits(board.mean(best)), place.model, where])
-            rows += [["MTEM", digits(board.mean("mtem")), place.model, where]] if best != "mtem" and board.mean("mtem") else []
+            source = f"ours, {place.pool} pool"
+            rows.append([f"{protocol.find(best).name}, best here", digits(board.mean(best)), place.model, source])
+            rows += [["MTEM", digits(board.mean("mtem")), place.model, source]] if best != "mtem" and board.mean("mtem") else []
     return table(["method", "accuracy", "encoder", "where"], rows)
 
 
@@ -383,8 +383,8 @@ def batch_sizes(cells: Sequence[Cell]) -> str:
 def corrections() -> list[str]:
     """Return what is wrong or inconsistent in the paper's own figures."""
     lines = []
-    for each in published.TABLES:
-        where = f"Table {each.number}" + (f", {each.setting}" if each in published.GENERAL else "")
-        lines += [f"{where}, {row.name}: {row.correction}" for row in each.rows if row.correction]
-        lines += [f"{where}: {note}" for note in each.notes]
+    for paper in published.TABLES:
+        title = f"Table {paper.number}" + (f", {paper.setting}" if paper in published.GENERAL else "")
+        lines += [f"{title}, {row.name}: {row.correction}" for row in paper.rows if row.correction]
+        lines += [f"{title}: {note}" for note in paper.notes]
     return [*lines, *(f"Table 5: {note}" for note in published.BATCH_SIZE_NOTES), f"PHEME: {published.EVENT_SIZES_CORRECTION}"]

@@ -135,15 +135,15 @@ def reproduce(
     if steps < 20 or points < 8:
         raise RequestError(f"expected at least 20 steps and 8 measured ones to fit a slope, got {steps} and {points}")
     progress = progress or Progress(quiet=True)
-    read = splits.read("amazon", data, TARGET, "mixed")
-    labeled = [record for path in read.sources.values() for _, record in read_rows(path)]
-    pool = splits.divide(read, 0).unlabeled[:texts]
+    amazon = splits.read("amazon", data, TARGET, "mixed")
+    labeled = [record for path in amazon.sources.values() for _, record in read_rows(path)]
+    pool = splits.divide(amazon, 0).unlabeled[:texts]
     classes = tuple(sorted({record["label"] for record in labeled}))
     labels = np.array([classes.index(record["label"]) for record in labeled])
     vectorizer = TfidfVectorizer(max_features=vocabulary, sublinear_tf=True, dtype=np.float32)
     vectorizer.fit([record["text"] for record in labeled] + pool)
     source, target = (
-        Words(torch.from_numpy(vectorizer.transform(each).toarray())) for each in ([record["text"] for record in labeled], pool)
+        Words(torch.from_numpy(vectorizer.transform(group).toarray())) for group in ([record["text"] for record in labeled], pool)
     )
     runs = {
         (case, seed): observed(case, seed, (source, labels, target), classes, hidden, steps, points, progress)
@@ -160,7 +160,7 @@ def reproduce(
         "settings": {
             "algorithm": "Algorithm 1 as printed (preset paper) with the rates of Assumption 2; the measured gradients are exact",
             "model": f"TF-IDF of {source.values.shape[1]} words, {hidden} hidden units with tanh, softmax",
-            "data": f"Amazon reviews: {len(source)} labeled of {', '.join(read.sources)}, {len(target)} unlabeled of {TARGET}",
+            "data": f"Amazon reviews: {len(source)} labeled of {', '.join(amazon.sources)}, {len(target)} unlabeled of {TARGET}",
             "cases": {
                 case: {"k1": changes["learning_rate"], "k2": changes.get("index_learning_rate", 0.0)}
                 for case, changes in CASES.items()
@@ -200,33 +200,33 @@ def observed(
     source_stream = Stream(model, cast(Any, source), np.arange(len(source)), labels, training.batch_size, 2 * seed)
     target_stream = Stream(model, cast(Any, target), np.arange(len(target)), None, training.batch_size, 2 * seed + 1)
     # Nothing is held out: the losses are on the data that Algorithm 1 draws from.
-    whole = source_stream.of(np.arange(len(source))), target_stream.of(np.arange(len(target)))
+    full_batches = source_stream.of(np.arange(len(source))), target_stream.of(np.arange(len(target)))
 
     context = Context(steps, len(target), len(classes), torch.Generator().manual_seed(seed), lambda: 0.0)
-    first = SourceOnly(model, SourceOnlySettings(), context)
+    source_method = SourceOnly(model, SourceOnlySettings(), context)
     count = round(training.source_epochs * source_stream.per_epoch)
     Trainer(
-        first, training, name="source", steps=count, learning_rate=1e-2, source=source_stream, target=None, progress=progress,
-        optimizer="adamw", schedule="linear",
+        source_method, training, name="source", steps=count, learning_rate=1e-2, source=source_stream, target=None,
+        progress=progress, optimizer="adamw", schedule="linear",
     ).run()  # fmt: skip
 
     method = Mtem(model, parts["method"], context)
-    wanted = set(np.geomspace(1, steps, points).round().astype(int).tolist())
+    measured_steps = set(np.geomspace(1, steps, points).round().astype(int).tolist())
     figures: dict[str, list[Any]] = {}
 
-    def look(done: int) -> None:
-        if done + 1 in wanted:  # before step t = done + 1
-            for name, value in measured(method, done + 1, trainer.base_learning_rate, *whole).items():
+    def measure(done: int) -> None:
+        if done + 1 in measured_steps:  # before step t = done + 1
+            for name, value in measured(method, done + 1, trainer.base_learning_rate, *full_batches).items():
                 figures.setdefault(name, []).append(value)
 
     name = f"{case}, seed {seed}"
     assert training.learning_rate is not None
     trainer = Trainer(
         method, training, name=name, steps=steps, learning_rate=training.learning_rate, source=source_stream,
-        target=target_stream, progress=progress, after_step=look,
+        target=target_stream, progress=progress, after_step=measure,
     )  # fmt: skip
     context.learning_rate = trainer.learning_rate
-    look(0)
+    measure(0)
     trainer.run()
     figures["index"] = [float(method.index.min()), float(method.index.max())]
     return figures
@@ -252,8 +252,8 @@ def measured(method: Mtem, t: int, k1: float, source: Batch, target: Batch) -> d
     log_probs = torch.log_softmax(logits, dim=1)
     entropy = tsallis.entropy(log_probs.exp(), index).mean()
     shares = torch.softmax(logits.detach() / kappa, dim=1)
-    each = [tsallis.loss(log_probs, torch.full_like(labels, k), index) for k in range(logits.shape[1])]
-    drawn = (shares * torch.stack(each, dim=1)).sum(dim=1).mean()
+    losses = [tsallis.loss(log_probs, torch.full_like(labels, k), index) for k in range(logits.shape[1])]
+    drawn = (shares * torch.stack(losses, dim=1)).sum(dim=1).mean()
     parameters = list(model.trainable().values())
     first = square(meta.gradient)
     return {

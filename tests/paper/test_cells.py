@@ -54,6 +54,6 @@ def test_damaged_files_and_rehearsals_are_no_results(tmp_path):
     path.with_name("list-a-0-00000000.json").write_text("[]")
     path.with_name(".mtem.json.abc.part").write_text("{")
     found, damaged, current = cells.read(tmp_path)
-    assert [each["score"] for each in found] == [1] and cells.read_all(tmp_path) == found == current
+    assert [each["score"] for each in found] == [1] and found == current
     assert len(damaged) == 2 and all("run it again" in line for line in damaged)
-    assert cells.read_all(tmp_path / "nothing") == []
+    assert cells.read(tmp_path / "nothing").cells == []

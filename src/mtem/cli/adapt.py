@@ -68,8 +68,8 @@ def adapt(
     from mtem.run.adapt import adapt as run_adapt
 
     if features is not None and model not in models.names("features"):
-        known = " or ".join(models.names("features"))
-        raise RequestError(f"--features {features}: --model {model} has no features of posts; use --model {known}")
+        suitable = " or ".join(models.names("features"))
+        raise RequestError(f"--features {features}: --model {model} has no features of posts; use --model {suitable}")
     for name in given:
         if name in inspect.signature(run_adapt).parameters:
             raise RequestError(f"--set {name}={given[name]}: '{name}' is an option, not a setting; see 'mtem adapt --help'")
@@ -88,10 +88,10 @@ def print_summary(record: dict[str, Any], output: Path) -> None:
 
     choice = record["selection"]
     if choice["kept_source_model"]:
-        kept = "the source model was kept" if record["steps"]["adapt"] else "source training only"
+        summary = "the source model was kept" if record["steps"]["adapt"] else "source training only"
     else:
-        kept = f"weights of step {choice['chosen_step']} of {record['steps']['adapt']}, chosen by {choice['criterion']}"
-    out.print(Text(kept))
+        summary = f"weights of step {choice['chosen_step']} of {record['steps']['adapt']}, chosen by {choice['criterion']}"
+    out.print(Text(summary))
     estimates = record.get("estimate") or {}
     if not any(estimates.get(name) for name in ("before", "after")):
         out.print(Text(no_estimate(record), style="yellow"))
@@ -105,5 +105,5 @@ def print_summary(record: dict[str, Any], output: Path) -> None:
             out.print(f"  {name:<7}{text}")
         for note in after.get("notes", ()):
             out.print(Text(f"  {note}"))
-    what = f"{record.get('unit', 'texts')} and indexes"
-    out.print(Text(f"model: {output / 'model'}   record: {output / 'run.json'}   {what}: {output / 'indexes.parquet'}"))
+    table = f"{record.get('unit', 'texts')} and indexes"
+    out.print(Text(f"model: {output / 'model'}   record: {output / 'run.json'}   {table}: {output / 'indexes.parquet'}"))

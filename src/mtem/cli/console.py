@@ -50,10 +50,10 @@ def logged_progress(quiet: bool = False) -> Iterator[Progress]:
         root.setLevel(level)
 
 
-def parse_settings(given: list[str] | None) -> dict[str, Any]:
+def parse_settings(options: list[str] | None) -> dict[str, Any]:
     """Return the settings of ``--set KEY=VALUE`` options."""
     values: dict[str, Any] = {}
-    for item in given or []:
+    for item in options or []:
         name, equals, value = item.partition("=")
         if not equals or not name.strip():
             raise RequestError(f"--set {item}: expected KEY=VALUE, as in --set epochs=3")

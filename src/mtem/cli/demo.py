@@ -48,9 +48,9 @@ def demo(
 
     sources = {name: str(sample_path(f"{name}.jsonl.gz")) for name in SOURCES}
     target = str(sample_path("kitchen.jsonl.gz"))
-    begun = (output / "run.json").exists()
+    resume = (output / "run.json").exists()
     with logged_progress(quiet) as progress:
-        adapted = adapt(sources, target, output=output, resume=begun, progress=progress, **SETTINGS)
+        adapted = adapt(sources, target, output=output, resume=resume, progress=progress, **SETTINGS)
         show(adapted, out, progress)
 
 

@@ -72,7 +72,7 @@ def _make_command(name: str, function: Callable[..., None], help: str | None = N
 app = typer.Typer(
     name="mtem",
     cls=LazyGroup,
-    help="Adapt a text classifier to a domain where nobody has labels.",
+    help="Adapt a text classifier to a domain without labels.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -81,8 +81,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         out.print(f"mtem {version('mtem')}")
@@ -93,7 +93,7 @@ def _version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Adapt a text classifier to a domain where nobody has labels."""
+    """Adapt a text classifier to a domain without labels."""
 
 
 def main() -> None:

@@ -24,15 +24,15 @@ def settings(method: Annotated[str, typer.Argument(help="Method whose settings a
     from mtem.training.settings import TrainingSettings
 
     method_cls = methods.get(method)
-    others = {name: models.get_class(name) for name in models.names()}
+    model_classes = {name: models.get_class(name) for name in models.names()}
     presets = method_cls.presets
     for title, fields in (
         (f"settings of {method}", method_cls.Settings),
         ("settings of every method", TrainingSettings),
-        *((f"settings of --model {name}", model_cls.Settings) for name, model_cls in others.items()),
+        *((f"settings of --model {name}", model_cls.Settings) for name, model_cls in model_classes.items()),
     ):
         print_settings(title, fields, presets["recommended"], presets.get("paper", {}))
-    for name, model_cls in others.items():
+    for name, model_cls in model_classes.items():
         defaults = ", ".join(f"{key} = {value}" for key, value in model_cls.defaults.items())
         out.print(f"with --model {name} the default is {defaults}", markup=False)
 

@@ -33,14 +33,14 @@ def print_metrics(metrics: Metrics, console: Console, unit: str = "texts") -> No
         headline += f"   log loss {metrics.log_loss:.4f}   calibration error {metrics.calibration_error:.4f}"
     console.print(Text(f"{headline}   {metrics.n} {unit}", style="bold"))
 
-    names = [_shortened(each.name) for each in metrics.per_class]
+    names = [_shortened(class_metrics.name) for class_metrics in metrics.per_class]
     table = Table(box=None, pad_edge=False)
     for column in ("class", "precision", "recall", "F1", "F1 if all", "avg precision", unit):
         table.add_column(column, justify="left" if column == "class" else "right", no_wrap=True)
-    for name, each in zip(names, metrics.per_class, strict=True):
-        figures = (f"{figure:.4f}" for figure in (each.precision, each.recall, each.f1))
-        ranked = "" if each.average_precision is None else f"{each.average_precision:.4f}"
-        table.add_row(Text(name), *figures, f"{each.trivial_f1:.4f}", ranked, str(each.support))
+    for name, class_metrics in zip(names, metrics.per_class, strict=True):
+        figures = (f"{figure:.4f}" for figure in (class_metrics.precision, class_metrics.recall, class_metrics.f1))
+        ranked = "" if class_metrics.average_precision is None else f"{class_metrics.average_precision:.4f}"
+        table.add_row(Text(name), *figures, f"{class_metrics.trivial_f1:.4f}", ranked, str(class_metrics.support))
     console.print()
     console.print(table)
     console.print(Text(f"F1 if all: F1 of predicting this class for all {unit}", style="dim"))
@@ -48,20 +48,20 @@ def print_metrics(metrics: Metrics, console: Console, unit: str = "texts") -> No
     cells = [[str(count) if count else "·" for count in row] for row in metrics.confusion.tolist()]
     digits = max(len(cell) for row in cells for cell in row)
     heads, rows = names, names
-    first = max(map(len, names))
-    if first + sum(2 + max(digits, len(name)) for name in names) > console.width:
+    name_width = max(map(len, names))
+    if name_width + sum(2 + max(digits, len(name)) for name in names) > console.width:
         heads = [str(k + 1) for k in range(len(names))]
         rows = [f"{k + 1:>{len(heads[-1])}} {name}" for k, name in enumerate(names)]
-        first = max(map(len, rows))
+        name_width = max(map(len, rows))
         digits = max(digits, len(heads[-1]))
-        fitting = max(1, (console.width - first) // (2 + digits))
+        fitting = max(1, (console.width - name_width) // (2 + digits))
     else:
         fitting = len(names)
     console.print("\nconfusion: rows true, columns predicted")
     for start in range(0, len(names), fitting):
         shown = range(start, min(start + fitting, len(names)))
         table = Table(box=None, pad_edge=False)
-        table.add_column("", no_wrap=True, min_width=first)
+        table.add_column("", no_wrap=True, min_width=name_width)
         for k in shown:
             table.add_column(Text(heads[k]), justify="right", no_wrap=True, min_width=digits)
         for k, row in enumerate(rows):

@@ -42,9 +42,9 @@ class Batches:
         if len(self.lengths) == 0 or size < 1 or bucket < 1:
             raise ValueError(f"batches of {size} from {len(self.lengths)} rows in pools of {bucket}: all must be positive")
         self.size, self.seed, self.bucket = size, seed, bucket
-        whole, rest = divmod(len(self.lengths), size)
-        self._merge_last = whole > 0 and rest == 1
-        self.batches_per_epoch = whole + (rest > 0) - self._merge_last
+        full, remainder = divmod(len(self.lengths), size)
+        self._merge_last = full > 0 and remainder == 1
+        self.batches_per_epoch = full + (remainder > 0) - self._merge_last
         self._epoch = -1
         self._order: list[np.ndarray] = []
 

@@ -206,9 +206,9 @@ class Corpus:
         """Return the corpus of the examples at `indices`, in that order."""
         indices = _indices(indices, len(self))
         fingerprint = fingerprint_of(self.fingerprint, indices.tobytes())
-        others = [name for name in self.table.column_names if name not in self._string_columns]
+        short_columns = [name for name in self.table.column_names if name not in self._string_columns]
         # Numbers and short strings are taken at once, the texts in chunks.
-        rest = self.table.select(others).take(pa.array(indices)).combine_chunks()
+        table = self.table.select(short_columns).take(pa.array(indices)).combine_chunks()
         chunks = (
             [self._strings(name, indices[start : start + _BATCH_ROWS]) for name in self._string_columns]
             for start in range(0, len(indices), _BATCH_ROWS)
@@ -216,8 +216,8 @@ class Corpus:
         size = sum(self.table.column(name).nbytes for name in self._string_columns) * len(indices) // max(1, len(self))
         strings = self._stored(fingerprint, self._string_columns, chunks, size)
         for position, name in enumerate(self._string_columns):
-            rest = rest.add_column(position, name, strings.column(name))
-        return replace(self, table=rest, fingerprint=fingerprint)
+            table = table.add_column(position, name, strings.column(name))
+        return replace(self, table=table, fingerprint=fingerprint)
 
     def _stored(self, address: str, names: list[str], chunks: Iterable[list[list[str]]], size: int) -> pa.Table:
         """Return a table of strings, given in chunks: in memory if its `size` in bytes allows, else in the cache."""

@@ -107,14 +107,14 @@ def _open(path: str | Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _decompressed(path: str | Path, stream: Any) -> Iterator[IO[bytes]]:
-    with tempfile.TemporaryFile(prefix="mtem-") as whole:
+    with tempfile.TemporaryFile(prefix="mtem-") as decompressed:
         try:
             with disk_errors(tempfile.gettempdir()):
-                shutil.copyfileobj(stream, whole, 1 << 20)
+                shutil.copyfileobj(stream, decompressed, 1 << 20)
         except _GZIP_ERRORS as error:
             raise _gzip_error(path, 0, error) from None
-        whole.seek(0)
-        yield whole
+        decompressed.seek(0)
+        yield decompressed
 
 
 def _gzip_error(path: str | Path, row: int, error: Exception) -> RequestError:

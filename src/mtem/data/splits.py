@@ -56,8 +56,8 @@ def hold_out(
         members = members[np.argsort(domains[first[members]], kind="stable")]
         positions = np.floor((random.random() + np.arange(count)) * len(members) / count).astype(int)
         held_groups[members[np.minimum(positions, len(members) - 1)]] = True
-    held = held_groups[group]
-    return np.flatnonzero(~held), np.flatnonzero(held)
+    held_out = held_groups[group]
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def _groups(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:

@@ -72,17 +72,17 @@ class TableBuilder:
             If a record cannot be read, or there is no text at all.
         """
         cells: dict[str, list[Any]] = {column: [] for column in self.schema.names}
-        characters = read = empty = first_empty = 0
+        characters = total = empty = first_empty = 0
         # Eight bytes of digest per text, and a number per label: the repeats among a million texts take a few megabytes.
         digests, kept_rows, codes = array("Q"), array("q"), array("i")
         label_codes: dict[str, int] = {}
         texts_sha, labels_sha = hashlib.sha256(), hashlib.sha256()
 
         def batch() -> pa.RecordBatch:
-            return pa.record_batch([pa.array(cells[each.name], each.type) for each in self.schema], schema=self.schema)
+            return pa.record_batch([pa.array(cells[column.name], column.type) for column in self.schema], schema=self.schema)
 
         for row, record in rows:
-            read += 1
+            total += 1
             text, thread = self._read(row, record)
             if not text and not thread:
                 empty += 1
@@ -107,11 +107,11 @@ class TableBuilder:
         if cells["row"]:
             yield batch()
         unit, column = ("thread", "") if self.columns.threaded else ("text", f", column {self.columns.example!r}")
-        if not read:
+        if not total:
             raise RequestError(f"{self.name}: has no rows; give at least one {unit}")
-        if read == empty:
+        if total == empty:
             advice = "the posts need a 'text'" if self.columns.threaded else "name another column with --text-column"
-            raise RequestError(f"{self.name}: row {first_empty}{column}: all {read} {unit}s are empty; {advice}")
+            raise RequestError(f"{self.name}: row {first_empty}{column}: all {total} {unit}s are empty; {advice}")
         notices = []
         if empty:
             notices.append(f"{_count(empty, f'empty {unit}')} dropped (first: row {first_empty}{column})")

@@ -70,10 +70,10 @@ class Repairs:
     def notices(self, file: str = "") -> list[str]:
         """Return one line for each type of repair; the name of `file` is left out of the positions."""
         lines = []
-        for name, (one, several) in _DESCRIPTIONS.items():
+        for name, (singular, plural) in _DESCRIPTIONS.items():
             if count := getattr(self, name):
                 position = self.first[name].removeprefix(f"{file}: ")
-                lines.append(f"{count} {one if count == 1 else several} (first: {position})")
+                lines.append(f"{count} {singular if count == 1 else plural} (first: {position})")
         return lines
 
 

@@ -42,16 +42,16 @@ class Tokens:
     def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
         lists = [batch.column(0) for batch in batches if batch.num_rows]
         self._rows = len(lists[0]) if lists else 1
-        if any(len(one) != self._rows for one in lists[:-1]):
+        if any(len(array) != self._rows for array in lists[:-1]):
             raise ValueError("all batches but the last must have the same number of rows")
-        self._values: list[np.ndarray] = [one.values.to_numpy() for one in lists]
-        self._offsets: list[np.ndarray] = [one.offsets.to_numpy() for one in lists]
+        self._values: list[np.ndarray] = [array.values.to_numpy() for array in lists]
+        self._offsets: list[np.ndarray] = [array.offsets.to_numpy() for array in lists]
         self.lengths = np.concatenate([np.zeros(0, np.int32), *(np.diff(o) for o in self._offsets)]).astype(np.int32)
 
     @classmethod
     def of_ids(cls, ids: Iterable[Sequence[int]]) -> Tokens:
         """Return tokens in memory, from a list of lists of token ids."""
-        return cls(list(_batches(list(one) for one in ids)))
+        return cls(list(_batches(list(text_ids) for text_ids in ids)))
 
     def __len__(self) -> int:
         """Return the number of texts."""
@@ -170,8 +170,8 @@ def _batches(ids: Iterable[Sequence[int]]) -> Iterator[pa.RecordBatch]:
         lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
         return pa.record_batch([lists], schema=_SCHEMA)
 
-    for one in ids:
-        arrays.append(np.asarray(one, np.int32))
+    for text_ids in ids:
+        arrays.append(np.asarray(text_ids, np.int32))
         if len(arrays) == _ROWS:
             yield batch()
             arrays = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mtem.metagrad.autograd import Params
 
-# One in so many activations after a wide layer is recomputed for every use instead of being stored, to save memory.
+# One in this many activations after a wide layer is recomputed for every use instead of being stored, to save memory.
 RECOMPUTE_EVERY = 3
 
 
@@ -61,7 +61,7 @@ class LayerCall(abc.ABC):
 
     def vector_gradients(self) -> list[tuple[str, Tensor]]:
         """Return name and per-example gradients ``[N, D]`` of the parameters that are vectors."""
-        return [] if self.bias is None else [(self.bias, _known(self.bias_sums))]
+        return [] if self.bias is None else [(self.bias, _not_none(self.bias_sums))]
 
 
 class MatrixCall(LayerCall):
@@ -101,7 +101,7 @@ class LinearCall(MatrixCall):
     def accumulate(self, output_grad: Tensor, gradients: Params) -> None:
         """Add the gradients of weight and bias."""
         output_grad = output_grad.detach().flatten(0, -2)
-        layer_input = _known(self.layer_input) if self.recompute_from_saved is None else self.recompute_from_saved()
+        layer_input = _not_none(self.layer_input) if self.recompute_from_saved is None else self.recompute_from_saved()
         self.layer_input = self.recompute_from_saved = None
         if self.weight is not None:
             add(gradients, self.weight, output_grad.T @ layer_input.flatten(0, -2))
@@ -110,16 +110,16 @@ class LinearCall(MatrixCall):
 
     def input(self) -> Tensor:
         """Return the input of a call that was stored."""
-        return _known(self.layer_input) if self.recompute_from_previous is None else self.recompute_from_previous()
+        return _not_none(self.layer_input) if self.recompute_from_previous is None else self.recompute_from_previous()
 
     def weight_product(self, direction: Tensor) -> Tensor:
         """Return the products with a direction."""
         layer_input = self.input()
-        return _dot(F.linear(layer_input, direction.to(layer_input.dtype)), _known(self.output_grad))
+        return _dot(F.linear(layer_input, direction.to(layer_input.dtype)), _not_none(self.output_grad))
 
     def weight_gradient(self, scale: Scale) -> Tensor:
         """Return the weighted sum of gradients."""
-        layer_input, output_grad = self.input(), _known(self.output_grad)
+        layer_input, output_grad = self.input(), _not_none(self.output_grad)
         if layer_input.shape[-1] <= output_grad.shape[-1]:  # scale the smaller one of the two
             layer_input = scale(layer_input)
         else:
@@ -145,14 +145,14 @@ class EmbeddingCall(MatrixCall):
 
     def weight_product(self, direction: Tensor) -> Tensor:
         """Return the products with a direction."""
-        return _dot(direction[_known(self.layer_input)], _known(self.output_grad))
+        return _dot(direction[_not_none(self.layer_input)], _not_none(self.output_grad))
 
     def weight_gradient(self, scale: Scale) -> Tensor:
         """Return the weighted sum of gradients."""
-        return self._table_gradient(scale(_known(self.output_grad)))
+        return self._table_gradient(scale(_not_none(self.output_grad)))
 
     def _table_gradient(self, output_grad: Tensor) -> Tensor:
-        rows, ids = output_grad.flatten(0, -2).float(), _known(self.layer_input).flatten()
+        rows, ids = output_grad.flatten(0, -2).float(), _not_none(self.layer_input).flatten()
         if self.layer.padding_idx is not None:
             rows = rows.masked_fill(ids.eq(self.layer.padding_idx).unsqueeze(1), 0.0)
         return torch.zeros(self.layer.weight.shape, device=rows.device).index_add_(0, ids, rows)
@@ -183,7 +183,7 @@ class NormCall(LayerCall):
 
     def vector_gradients(self) -> list[tuple[str, Tensor]]:
         """Return name and per-example gradients ``[N, D]`` of bias and weight."""
-        return super().vector_gradients() + ([] if self.weight is None else [(self.weight, _known(self.weight_sums))])
+        return super().vector_gradients() + ([] if self.weight is None else [(self.weight, _not_none(self.weight_sums))])
 
     def _normalized(self) -> Tensor:
         """Return the normalised input."""
@@ -191,7 +191,7 @@ class NormCall(LayerCall):
         self.take_normalized = None
         if ready is not None:
             return ready
-        return F.layer_norm(_known(self.layer_input).float(), self.layer.normalized_shape, eps=self.layer.eps)
+        return F.layer_norm(_not_none(self.layer_input).float(), self.layer.normalized_shape, eps=self.layer.eps)
 
 
 class Scale:
@@ -284,7 +284,7 @@ class LayerWatcher:
         elif name == "NativeLayerNormBackward0" and node in self.eps:
             call.layer_input, call.recompute_from_saved = None, functools.partial(self._recompute_norm, node, dtype)
         else:
-            call.layer_input = _cast(_known(call.layer_input), dtype, self.casts)
+            call.layer_input = _cast(_not_none(call.layer_input), dtype, self.casts)
 
     def _recompute_norm(self, node: Any, dtype: torch.dtype) -> Tensor:
         """Return the output of a normalisation from its input; layers with the same input share it."""
@@ -309,10 +309,10 @@ def add(gradients: Params, name: str, value: Tensor) -> None:
 
 def cast_all(values: Params, dtype: torch.dtype) -> Params:
     """Return the same values in another dtype, cast in one launch."""
-    other = {name: value for name, value in values.items() if value.dtype != dtype}
-    cast = {name: torch.empty_like(value, dtype=dtype) for name, value in other.items()}
+    uncast = {name: value for name, value in values.items() if value.dtype != dtype}
+    cast = {name: torch.empty_like(value, dtype=dtype) for name, value in uncast.items()}
     if cast:
-        torch._foreach_copy_(list(cast.values()), list(other.values()))
+        torch._foreach_copy_(list(cast.values()), list(uncast.values()))
     return {name: cast.get(name, value) for name, value in values.items()}
 
 
@@ -341,9 +341,9 @@ def _cast(value: Tensor, dtype: torch.dtype, casts: dict[Any, Tensor]) -> Tensor
     return casts[key]
 
 
-def _dot(one: Tensor, other: Tensor) -> Tensor:
+def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the sum over all but the first axis of the product, accumulated in float32."""
-    return (one * other).flatten(1).sum(dim=1, dtype=torch.float32)
+    return (a * b).flatten(1).sum(dim=1, dtype=torch.float32)
 
 
 def _token_sums(values: Tensor) -> Tensor:
@@ -351,6 +351,6 @@ def _token_sums(values: Tensor) -> Tensor:
     return values.flatten(1, -2).sum(dim=1, dtype=torch.float32) if values.dim() > 2 else values.float()
 
 
-def _known(value: Tensor | None) -> Tensor:
+def _not_none(value: Tensor | None) -> Tensor:
     assert value is not None
     return value

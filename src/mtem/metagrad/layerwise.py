@@ -208,7 +208,7 @@ def meta_gradient(
         torch._foreach_add_(list(step.values()), [recorder.params[name].detach() for name in step])
         source_loss = source_gradient(recorder, source_loss, step)
     # The learning rate is multiplied first: the products may be so large that a later product overflows. They are
-    # derivatives of surprisals, hence no minus.
+    # derivatives of surprisals, so there is no minus.
     directional = recording.product(source_loss.direction) * (learning_rate / source_loss.scale)
     return MetaGradient(inner_loss.mixed_derivative(log_probs, directional, labels, meta_parameters), source_loss.loss)
 
@@ -245,9 +245,9 @@ class Recorder:
                 self._layers[module] = ParamNames(own.get("weight"), own.get("bias"))
         for module in self._find_unreadable(probe):
             del self._layers[module]
-        read = {name for pair in self._layers.values() for name in pair if name}
-        self.params = {name: parameter for name, parameter in trainable.items() if name in read}
-        self.skipped = sorted(set(trainable) - read)
+        readable = {name for pair in self._layers.values() for name in pair if name}
+        self.params = {name: parameter for name, parameter in trainable.items() if name in readable}
+        self.skipped = sorted(set(trainable) - readable)
         self._skipped_parameters = [trainable[name] for name in self.skipped]
         self._linear_names = {n for layer, pair in self._layers.items() if isinstance(layer, nn.Linear) for n in pair if n}
         sizes = {name: parameter.numel() for name, parameter in trainable.items()}

@@ -87,11 +87,11 @@ def _write(path: Path, tokens: Tokens, lower: Callable[[np.ndarray], Tensor], sh
     done = 0
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
-        begin = file.tell()
+        offset = file.tell()
         for rows in sequential(tokens.lengths, tokens_per_batch=TOKENS_PER_BATCH):
             hidden = lower(rows).cpu().numpy()
             for line, row in enumerate(rows):
-                file.seek(begin + 4 * shape[1] * int(starts[row]))
+                file.seek(offset + 4 * shape[1] * int(starts[row]))
                 file.write(hidden[line, : tokens.lengths[row]].astype("<f4").tobytes())
             done += len(rows)
             progress.advance(done)
@@ -113,8 +113,8 @@ class _Passthrough(nn.Module):
     """Replaces the embeddings when the output of the lower part is given as `inputs_embeds`."""
 
     def forward(self, *arguments: Any, **named: Any) -> Tensor:
-        given = [*arguments, *named.values()]
-        return next(value for value in given if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3)
+        values = [*arguments, *named.values()]
+        return next(value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3)
 
 
 def run_lower(
@@ -173,8 +173,10 @@ def upper_part(network: PreTrainedModel, path: str, layers: int) -> PreTrainedMo
     def shallow(module: Module, names: list[str]) -> Module:
         twin = copy.copy(module)
         twin._modules = dict(module._modules)
-        child, rest = cast(nn.Module, module._modules[names[0]]), names[1:]
-        twin._modules[names[0]] = shallow(child, rest) if rest else nn.ModuleList(list(cast(nn.ModuleList, child))[layers:])
+        child, remaining = cast(nn.Module, module._modules[names[0]]), names[1:]
+        twin._modules[names[0]] = (
+            shallow(child, remaining) if remaining else nn.ModuleList(list(cast(nn.ModuleList, child))[layers:])
+        )
         if module is base:
             twin._modules["embeddings"] = _Passthrough()
         return twin
@@ -192,9 +194,9 @@ def same_function(network: PreTrainedModel, upper: PreTrainedModel, lower: Calla
     inputs = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=device)}
     try:
         with _evaluation_mode(network), torch.no_grad():
-            whole = network(**inputs).logits
-            parts = upper(inputs_embeds=lower(inputs), attention_mask=inputs["attention_mask"]).logits
-        return bool(torch.allclose(whole, parts, atol=1e-4, rtol=1e-4))
+            expected = network(**inputs).logits
+            split = upper(inputs_embeds=lower(inputs), attention_mask=inputs["attention_mask"]).logits
+        return bool(torch.allclose(expected, split, atol=1e-4, rtol=1e-4))
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError, StopIteration):
         return False
 

@@ -131,10 +131,10 @@ def check_tokenizer(
     vocabulary = tokenizer.get_vocab()
     if not set(vocabulary) - set(tokenizer.all_special_tokens):
         raise RequestError(f"{name}: its tokenizer has no words (is a vocabulary file missing?); {AGAIN}")
-    known = getattr(embeddings, "num_embeddings", None)
-    if known is not None and max(vocabulary.values()) >= known:
+    embedding_count = getattr(embeddings, "num_embeddings", None)
+    if embedding_count is not None and max(vocabulary.values()) >= embedding_count:
         raise RequestError(
-            f"{name}: its tokenizer has {max(vocabulary.values()) + 1} tokens and its weights have {known}: "
+            f"{name}: its tokenizer has {max(vocabulary.values()) + 1} tokens and its weights have {embedding_count}: "
             f"they belong to different models; {AGAIN}"
         )
     if (directory / "tokenizer_config.json").is_file():

@@ -25,14 +25,14 @@ def _twin(model: Model) -> Model:
     modules = list(model.modules())
     shared: list[object] = [*model.parameters(), *model.buffers()]
     shared += [value for module in modules for value in vars(module).values() if not isinstance(value, (dict, list, nn.Module))]
-    return copy.deepcopy(model, {id(one): one for one in shared})
+    return copy.deepcopy(model, {id(value): value for value in shared})
 
 
 def _first_position_only(model: Model) -> None:
-    """Give the linear maps of the last layer the first position alone, wherever logits and features stay the same.
+    """Give the linear maps of the last layer only the first position, if logits and features stay the same.
 
-    Most heads read only the first position. Then whatever follows the attention of the last layer, three quarters of its
-    arithmetic, is needed there only. Adding the residual broadcasts the result to all positions again, where it is not read.
+    Most heads read only the first position. Then everything after the attention of the last layer, three quarters of its
+    arithmetic, is needed only there. Adding the residual broadcasts the result to all positions again, where it is not read.
     Architectures differ, so each map is tested with an example.
     """
     inputs = model.probe()

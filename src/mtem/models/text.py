@@ -221,8 +221,8 @@ class TextModel(Model):
         if kind == "dropout" or not share:
             return inputs
         if kind == "mixed":
-            for each in ("delete", "swap", "mask"):
-                inputs = self.augment(inputs, each, share / 3, generator)
+            for view in ("delete", "swap", "mask"):
+                inputs = self.augment(inputs, view, share / 3, generator)
             return inputs
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         words = augment.word_numbers(ids, mask, *self._vocabulary())

@@ -174,13 +174,13 @@ def load_corpora(
     check_source(labeled)
     unlabeled = read(target, "target", labeled=False)
     check_target(unlabeled, labeled)
-    few = None
+    labeled_target = None
     if target_labeled is not None:
-        few = read(target_labeled, "labeled target", labeled=True)
-        few.label_numbers(labeled.classes)  # refuses a class that the source does not have
+        labeled_target = read(target_labeled, "labeled target", labeled=True)
+        labeled_target.label_numbers(labeled.classes)  # refuses a class that the source does not have
     elif method_cls.needs_target_labels:
         raise RequestError(f"method '{method_cls.name}' needs labeled target {unlabeled.unit}: give --target-labeled")
-    return Corpora(labeled, unlabeled, few)
+    return Corpora(labeled, unlabeled, labeled_target)
 
 
 def describe_request(

@@ -110,6 +110,6 @@ class Candidates:
 
     def final_outputs(self, step: int) -> CandidateOutputs:
         """Return the outputs of the weights of `step`, which the model has now, on all held-out texts."""
-        known = self._outputs.get(step)  # not known after a resume
+        cached = self._outputs.get(step)  # missing after a resume
         held_out = self.inputs.held_out_rows
-        return known if known is not None and len(self.evaluated_rows) == len(held_out) else self.outputs(held_out)
+        return cached if cached is not None and len(self.evaluated_rows) == len(held_out) else self.outputs(held_out)

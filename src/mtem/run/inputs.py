@@ -84,7 +84,7 @@ class RunInputs:
         return self.model.keep_lower(tokens, path, progress, f"frozen layers, {name} {self.unit}", FROZEN_LIMIT)
 
     def class_weights(self) -> Tensor | None:
-        """Return the weight of each class in the cross-entropy; None: all alike."""
+        """Return the weight of each class in the cross-entropy; None: all equal."""
         if self.settings.class_weights == "none":
             return None
         weights = 1 / (len(self.classes) * np.maximum(self.class_shares, 1 / len(self.train_rows)))

@@ -127,8 +127,8 @@ class Run:
         self.steps = round(self.settings.epochs * self.inputs.target_stream.per_epoch) if steps is None else steps
         if self.method_cls is SourceOnly:
             self.steps = 0
-        given = bool(self.request["source_model"])
-        self.source_steps = 0 if given else round(self.settings.source_epochs * self.inputs.source_stream.per_epoch)
+        has_source_model = bool(self.request["source_model"])
+        self.source_steps = 0 if has_source_model else round(self.settings.source_epochs * self.inputs.source_stream.per_epoch)
         self.candidates = Candidates(self.model, self.inputs, self.settings, self.steps, self.directory)
 
     def train_source(self, done: int, tensors: dict[str, Tensor]) -> None:
@@ -187,8 +187,8 @@ class Run:
                 "kept_source_model": step == 0,
                 "candidates": self.candidates.entries,
             },
-            "estimate": {name: one and dataclasses.asdict(one) for name, one in estimates.items()},
-            "left_out": [one.description() for one in self.left_out],
+            "estimate": {name: estimate and dataclasses.asdict(estimate) for name, estimate in estimates.items()},
+            "left_out": [result.description() for result in self.left_out],
             "class_shares": {
                 "source_labels": by_class(inputs.classes, inputs.class_shares),
                 "target_before": by_class(inputs.classes, predicted_shares(before.target_logits)),
@@ -209,13 +209,13 @@ class Run:
     # ------------------------------------------------------------------ class shares of the target
 
     def find_prior(self) -> priors.TargetPrior:
-        """Return the class shares assumed by the setting `target_class_prior`, estimated with the source model if need be."""
-        kind = self.settings.target_class_prior
-        if kind == "none":
+        """Return the class shares assumed by the setting `target_class_prior`, estimated with the source model if needed."""
+        setting = self.settings.target_class_prior
+        if setting == "none":
             return priors.TargetPrior()
         outputs = self.candidates.outputs(self.inputs.held_out_rows)
         shares = priors.assumed_shares(
-            kind, self.inputs.class_shares, outputs.source_logits, outputs.source_labels, outputs.target_logits,
+            setting, self.inputs.class_shares, outputs.source_logits, outputs.source_labels, outputs.target_logits,
             self.inputs.target_labeled_labels,
         )  # fmt: skip
         return priors.TargetPrior.from_shares(shares, self.model.device)
@@ -236,13 +236,13 @@ class Run:
         self, before: CandidateOutputs, before_corrected: CandidateOutputs, after: CandidateOutputs, *, adapted: bool
     ) -> dict[str, Estimate | None]:
         """Return the accuracy estimates of the source model ("before") and of the chosen one ("after")."""
-        first = self.estimate(before)
+        uncorrected = self.estimate(before)
         if after is before:
-            return {"before": first, "after": first}
+            return {"before": uncorrected, "after": uncorrected}
         shares = self.candidates.prior.shares
         anchor = self.estimate(before_corrected, shares) if adapted else None
-        known = None if anchor is None else (anchor, before_corrected.target_logits)
-        return {"before": first, "after": self.estimate(after, shares, known)}
+        reference = None if anchor is None else (anchor, before_corrected.target_logits)
+        return {"before": uncorrected, "after": self.estimate(after, shares, reference)}
 
     def estimate(
         self,
@@ -251,8 +251,8 @@ class Run:
         anchor: tuple[Estimate, np.ndarray] | None = None,
     ) -> Estimate | None:
         """Estimate the accuracy of a model that is corrected for `shares`; None where there is too little data."""
-        few = len(self.inputs.held_out_rows) < accuracy_estimate.FEWEST_HELD_OUT_TEXTS
-        if not outputs.finite or (few and not self.left_out):
+        too_few = len(self.inputs.held_out_rows) < accuracy_estimate.FEWEST_HELD_OUT_TEXTS
+        if not outputs.finite or (too_few and not self.left_out):
             return None
         return accuracy_estimate.estimate_accuracy(
             outputs.source_logits, outputs.source_labels, outputs.target_logits, left_out=self.left_out, target_shares=shares,
@@ -327,10 +327,10 @@ class Run:
         optimizer: str | None = None, schedule: str | None = None,
     ) -> Trainer:  # fmt: skip
         """Return the trainer of a stage, with evaluations and checkpoints after its steps."""
-        begun = time.monotonic() - self.seconds[stage]
+        start = time.monotonic() - self.seconds[stage]
 
         def after_step(done: int) -> None:
-            self.seconds[stage] = time.monotonic() - begun
+            self.seconds[stage] = time.monotonic() - start
             evaluated = stage == "adapt" and done in self.candidates.evaluation_steps
             if evaluated:
                 self.evaluate_candidate(method, done)

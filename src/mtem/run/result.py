@@ -115,21 +115,21 @@ class Adapted:
 
     def source_model(self) -> Model | None:
         """Return the model before the adaptation, if it was kept. It shares no weights with this one."""
-        kept = self._kept_source_weights()
-        if kept is None or self.path is None:
+        source_weights = self._kept_source_weights()
+        if source_weights is None or self.path is None:
             return None
-        before = models.load(RunDirectory(self.path).model_path)
-        weights.load(before, kept)
-        return before
+        model = models.load(RunDirectory(self.path).model_path)
+        weights.load(model, source_weights)
+        return model
 
     def source_weights(self) -> dict[str, Tensor]:
         """Return all weights of the model before the adaptation. A bare model directory is its own source model."""
-        kept = self._kept_source_weights()
-        if kept is None and self.record:
+        trained = self._kept_source_weights()
+        if trained is None and self.record:
             raise RequestError(
                 f"{self.path}: the model before the adaptation was not kept (checkpoints/source.safetensors is missing)"
             )
-        return {**weights.everything(self.model), **(kept or {})}
+        return {**weights.everything(self.model), **(trained or {})}
 
     def left_out(self) -> list[LeftOut]:
         """Return the logits of source models for a domain they were trained without; empty if none were trained."""
@@ -149,7 +149,7 @@ class Adapted:
         """Return the trained weights of the model before the adaptation. Refuse an incomplete or damaged file."""
         path = directory.weights_path(SOURCE)
         try:
-            kept = directory.read_weights(SOURCE)
+            source_weights = directory.read_weights(SOURCE)
         except Exception as error:  # safetensors has an error type of its own
             raise RequestError(f"{path}: cannot be read ({error}); {integrity.AGAIN}") from error
         frozen = self.record.get("resolved", {}).get("frozen_layers", 0)
@@ -157,8 +157,8 @@ class Adapted:
         buffers = weights.head_buffers(self.model)
         trained = {name for name, _ in self.model.named_parameters() if not frozen or depths[name] > frozen} | set(buffers)
         expected = {name: value for name, value in weights.everything(self.model).items() if name in trained}
-        integrity.check_tensors(kept, expected, str(path))
-        return kept
+        integrity.check_tensors(source_weights, expected, str(path))
+        return source_weights
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run directory. Each file is written whole or not at all, run.json last."""
@@ -168,8 +168,8 @@ class Adapted:
         directory.write_model(self.model, model_card(self.record, type(self.model)))
         if self._table is not None:
             directory.write_indexes(self._table)
-        if (kept := self._kept_source_weights()) is not None:
-            directory.write_weights(SOURCE, kept)
+        if (source_weights := self._kept_source_weights()) is not None:
+            directory.write_weights(SOURCE, source_weights)
         if left_out := self.left_out():
             directory.write_left_out(left_out)
         directory.write_record(self.record)

@@ -30,13 +30,13 @@ def begin_from(model: Model, source: Adapted) -> None:
         raise RequestError(
             f"{name}: its head is of another kind; a method with a head of its own (mme) needs the source model of such a run"
         )
-    given, own = source.source_weights(), everything(model)
-    for key in sorted({*own, *given}):
-        shapes = [tuple(weights[key].shape) if key in weights else None for weights in (given, own)]
+    weights, own_weights = source.source_weights(), everything(model)
+    for key in sorted({*own_weights, *weights}):
+        shapes = [tuple(tensors[key].shape) if key in tensors else None for tensors in (weights, own_weights)]
         if shapes[0] != shapes[1]:
             got, expected = ("absent" if shape is None else f"of shape {list(shape)}" for shape in shapes)
             raise RequestError(f"{name}: does not fit this model: {key} is {got} there and {expected} here")
-    load(model, given)
+    load(model, weights)
 
 
 def fingerprint(source: Adapted) -> str:

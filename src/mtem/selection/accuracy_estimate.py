@@ -128,22 +128,22 @@ def estimate_accuracy(
         raise ValueError("expected at least one source text and one target text")
     own = _thresholded(source_logits, source_labels, target_logits, target_shares)
     drawn = _resample(own, resamples, np.random.default_rng(seed))
-    ends = np.quantile(drawn, [0.025, 0.975])
+    quantiles = np.quantile(drawn, [0.025, 0.975])
     accuracy, method, notes = own.accuracy, "average thresholded confidence", []
-    below, above = max(0.0, accuracy - float(ends[0])), max(0.0, float(ends[1]) - accuracy)
+    below, above = max(0.0, accuracy - float(quantiles[0])), max(0.0, float(quantiles[1]) - accuracy)
 
-    domains = [one for one in left_out if one.kind == DOMAIN]
-    folds = [one for one in left_out if one.kind == FOLD]
+    domains = [model for model in left_out if model.kind == DOMAIN]
+    folds = [model for model in left_out if model.kind == FOLD]
     domain_error = None
     if folds:
-        parts = [one.with_shares(target_shares).correct for one in folds]
+        parts = [model.with_shares(target_shares).correct for model in folds]
         right = np.concatenate(parts)
         method = "labeled target texts, cross-fitted"
         notes.append(f"from {len(right)} labeled target texts; by confidence alone it is {accuracy:.3f}")
         accuracy = float(right.mean())
         below, above = _share_interval(parts, len(target_logits))
     elif domains:
-        errors = [_domain_error(one, target_shares) for one in domains]
+        errors = [_domain_error(model, target_shares) for model in domains]
         domain_error = math.sqrt(float(np.mean(np.square(errors))))
         widening = float(stdtrit(len(errors), 0.975)) * domain_error
         below, above = math.hypot(below, widening), math.hypot(above, widening)
@@ -159,19 +159,19 @@ def estimate_accuracy(
         if len(before_logits) != len(target_logits):
             raise ValueError(f"anchor: expected logits of the {len(target_logits)} texts, got {len(before_logits)}")
         changed = float((np.asarray(before_logits).argmax(axis=1) != target_logits.argmax(axis=1)).mean())
-        sure = own.accuracy + (before.accuracy - before.by_threshold if folds else 0.0)
-        bound = min(max(sure, before.accuracy - changed), before.accuracy + changed)
-        if bound != sure:
+        unclipped = own.accuracy + (before.accuracy - before.by_threshold if folds else 0.0)
+        clipped = min(max(unclipped, before.accuracy - changed), before.accuracy + changed)
+        if clipped != unclipped:
             notes.append(
-                f"by confidence alone it is {sure:.3f}, but only {changed:.1%} of the predictions differ"
+                f"by confidence alone it is {unclipped:.3f}, but only {changed:.1%} of the predictions differ"
                 f" from the source model's, estimated at {before.accuracy:.3f}"
             )
-        accuracy = (before.accuracy + bound) / 2
-        low, high = min(bound - below, before.low), max(bound + above, before.high)
+        accuracy = (before.accuracy + clipped) / 2
+        low, high = min(clipped - below, before.low), max(clipped + above, before.high)
         low, high = max(low, before.low - changed), min(high, before.high + changed)
-        if abs(bound - before.accuracy) > DISAGREEMENT:
+        if abs(clipped - before.accuracy) > DISAGREEMENT:
             notes.append(
-                f"halfway between the source model's {before.accuracy:.3f} and the adapted model's own {bound:.3f}:"
+                f"halfway between the source model's {before.accuracy:.3f} and the adapted model's own {clipped:.3f}:"
                 " self-training makes a model overconfident"
             )
     return Estimate(

@@ -30,7 +30,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray | None
     logits, labels
         [S, K] and [S] class numbers.
     weights
-        [S], of the mean over the texts; all alike by default.
+        [S], of the mean over the texts; all equal by default.
 
     Notes
     -----

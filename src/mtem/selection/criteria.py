@@ -69,7 +69,7 @@ class CandidateOutputs:
     meta_loss
         Source loss after a virtual step on the target, if the method takes one.
     source_weights
-        [S] weight of each held-out source text, if class shares of the target are assumed; None: all alike.
+        [S] weight of each held-out source text, if class shares of the target are assumed; None: all equal.
     """
 
     source_logits: np.ndarray
@@ -149,7 +149,7 @@ def density(outputs: CandidateOutputs, *, rows: int = DENSITY_ROWS, block: int =
     rows
         Of more texts than this, evenly spaced ones are used.
     block
-        Similarities are computed for so many rows at a time.
+        Number of rows for which similarities are computed at a time.
     """
     probs = np.exp(log_softmax(outputs.target_logits))
     if len(probs) > rows:
@@ -161,8 +161,8 @@ def density(outputs: CandidateOutputs, *, rows: int = DENSITY_ROWS, block: int =
     total = 0.0
     for start in range(0, count, block):
         similarity = unit[start : start + block] @ unit.T / DENSITY_TEMPERATURE
-        here = np.arange(len(similarity))
-        similarity[here, start + here] = -np.inf
+        positions = np.arange(len(similarity))
+        similarity[positions, start + positions] = -np.inf
         total += float(entropy(log_softmax(similarity)).sum())
     return total / count
 

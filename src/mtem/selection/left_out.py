@@ -137,13 +137,13 @@ def find_parts(
         for number in np.argsort(-sizes, kind="stable")[:most]:
             rows = np.flatnonzero(domain_of == number)
             tested = np.sort(draw.permutation(rows)[:texts])
-            kept = train_rows[domain_of[train_rows] != number]
-            parts.append(Part(DOMAIN, domains[number], tested, kept, held_out_rows[domain_of[held_out_rows] != number]))
-    known = len(np.unique(labels[train_rows]))
+            training = train_rows[domain_of[train_rows] != number]
+            parts.append(Part(DOMAIN, domains[number], tested, training, held_out_rows[domain_of[held_out_rows] != number]))
+    classes = len(np.unique(labels[train_rows]))
     return [
         part for part in parts
         if min(len(part.held_out_rows), len(part.test_rows) if part.kind == DOMAIN else FEWEST) >= FEWEST
-        and len(np.unique(labels[part.train_rows])) == known
+        and len(np.unique(labels[part.train_rows])) == classes
     ]  # fmt: skip
 
 

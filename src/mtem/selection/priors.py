@@ -10,7 +10,7 @@ the predictions drift towards the frequent class with every step. Two remedies n
 
 :math:`\pi` may be uniform, the source's, that of the labeled target texts, or estimated by expectation-maximisation
 (Saerens et al. 2002) on probabilities whose temperature and biases were fitted on held-out source texts. The estimate assumes
-that the classes look alike in both domains and only their shares differ. Where they do not, `uniform` is the safer choice.
+that the texts of a class are similar in both domains and only the shares differ. Otherwise `uniform` is the safer choice.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Graph(NamedTuple):
 
     def on(self, device: torch.device) -> Graph:
         """Return the graph on a device."""
-        return Graph(*(send(each, device) for each in self))
+        return Graph(*(send(tensor, device) for tensor in self))
 
 
 class Features(Protocol):
@@ -118,7 +118,7 @@ class Sparse(NamedTuple):
 
 
 def _product(words: Tensor, weights: Tensor, rows: Tensor, weight: Tensor, count: int) -> Tensor:
-    words, weights, rows = (send(each, weight.device) for each in (words, weights, rows))
+    words, weights, rows = (send(tensor, weight.device) for tensor in (words, weights, rows))
     return weight.new_zeros(count, weight.shape[1]).index_add(0, rows, weight.index_select(0, words) * weights.unsqueeze(1))
 
 

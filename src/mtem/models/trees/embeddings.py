@@ -79,7 +79,7 @@ class Embeddings(PostFeatures):
         network.to(device or torch.device("cpu"))
         ids = token_numbers(texts, self.tokenizer, self.max_length)
         values = np.zeros((len(texts), self.width), np.float16)
-        for rows in sequential(np.array([len(one) for one in ids]), tokens_per_batch=_TOKENS):
+        for rows in sequential(np.array([len(token_ids) for token_ids in ids]), tokens_per_batch=_TOKENS):
             width = max(1, max(len(ids[row]) for row in rows))
             padded = np.full((len(rows), width), self.tokenizer.pad_token_id, np.int64)
             mask = np.zeros((len(rows), width), np.int64)

@@ -1,7 +1,7 @@
 """Features of posts: TF-IDF of their words, or averaged word vectors. `embeddings` has a third kind, from an encoder.
 
 Features are named arrays, with one row for each text ("values") or with the entries of a sparse matrix ("counts" of entries in
-each row, "words", "weights"). Whatever they learn from texts they learn in `fit`, from the corpora of the adaptation alone. It is
+each row, "words", "weights"). `fit` learns from the corpora of the adaptation alone; the result is
 saved with the model.
 """
 
@@ -69,7 +69,8 @@ class Vocabulary:
         pairs = [pair for pair in frequencies.items() if known is None or pair[0] in known]
         pairs.sort(key=lambda pair: (-pair[1], pair[0]))
         pairs = pairs[:size]
-        return cls([name for name, _ in pairs], np.array([math.log((1 + count) / (1 + seen)) + 1 for _, seen in pairs]))
+        idf = np.array([math.log((1 + count) / (1 + frequency)) + 1 for _, frequency in pairs])
+        return cls([name for name, _ in pairs], idf)
 
     def __len__(self) -> int:
         """Return the number of words."""
