@@ -52,6 +52,13 @@ def finished(tmp_path_factory, encoder, reviews):
     return output, adapted
 
 
+def test_repeated_texts_alone_cannot_be_held_out(tiny, tmp_path):
+    """Copies of a text stay on one side of the split, so two different texts leave nothing to validate on."""
+    with pytest.raises(RequestError, match="no texts could be held out for validation"):
+        adapt(tiny, source=(["good1"] * 3 + ["bad1"] * 3, ["good"] * 3 + ["bad"] * 3), output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_run_directory(finished):
     output, _ = finished
     record = json.loads((output / "run.json").read_text())

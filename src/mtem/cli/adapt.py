@@ -19,16 +19,16 @@ def adapt(
     ],
     target: Annotated[list[Path], typer.Option(help="Unlabeled texts or threads of the new domain. May be given again.")],
     output: Annotated[Path, typer.Option(help="Folder for the run; it must not hold another one.")],
-    target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled ones of the new domain.")] = None,
+    target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled texts or threads of the new domain.")] = None,
     model: Annotated[
         str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name; or 'bigcn' for reply trees.")
     ] = "minilm",
     features: Annotated[
-        str | None, typer.Option(help="With --model bigcn, what a post is to it: tfidf, vectors, encoder.")
+        str | None, typer.Option(help="With --model bigcn, the features of a post: tfidf, vectors or encoder.")
     ] = None,
     method: Annotated[str, typer.Option(help="One of those that 'mtem methods' lists.")] = "mtem",
     source_model: Annotated[
-        Path | None, typer.Option(help="The folder of another run, whose model before its adaptation is taken as it is.")
+        Path | None, typer.Option(help="The folder of another run: its source model is used, and none is trained.")
     ] = None,
     preset: Annotated[
         str, typer.Option(help="'recommended', or 'paper': the algorithm and constants as printed.")
@@ -46,7 +46,7 @@ def adapt(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --output.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train on labeled texts of old domains, adapt to unlabeled texts of a new one.
+    """Train on labeled texts of source domains, adapt to unlabeled texts of a new one.
 
     **Examples**
 

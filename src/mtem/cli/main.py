@@ -21,7 +21,7 @@ from mtem.errors import DiskFullError, RequestError, RunError
 
 # name -> (module, function, the first line of its help)
 COMMANDS = {
-    "adapt": ("mtem.cli.adapt", "adapt", "Train on labeled texts of old domains, adapt to unlabeled texts of a new one."),
+    "adapt": ("mtem.cli.adapt", "adapt", "Train on labeled texts of source domains, adapt to unlabeled texts of a new one."),
     "predict": ("mtem.cli.predict", "predict", "Add a prediction and its confidence to every row of a file, of any size."),
     "evaluate": ("mtem.cli.evaluate", "evaluate", "Measure accuracy, macro-F1 and more on labeled texts."),
     "methods": ("mtem.cli.methods", "methods", "List what can be given to --method."),

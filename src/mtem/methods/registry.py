@@ -57,7 +57,7 @@ def get(name: str) -> type[Method]:
     if name.endswith(".py"):
         return _load_file(Path(name))
     if name not in METHODS:
-        raise RequestError(f"unknown method '{name}': there are {', '.join(METHODS)}, or give a file of your own: NAME.py")
+        raise RequestError(f"unknown method '{name}': choose one of {', '.join(METHODS)}, or give a file of your own: NAME.py")
     module = importlib.import_module(f"mtem.methods.{METHODS[name]}")
     return next(method_cls for method_cls in _methods_in(module) if method_cls.name == name)
 

@@ -213,11 +213,11 @@ def is_finished(directory: RunDirectory, request: Mapping[str, Any]) -> bool:
     new = json.loads(json.dumps(request, default=str))
     for key in ("method", "preset", "model", "classes"):
         if old.get(key) != new[key]:
-            raise RequestError(f"{path}: cannot resume, its {key} was {old.get(key)!r} and is now {new[key]!r}")
+            raise RequestError(f"{path}: cannot resume, {key} was {old.get(key)!r} and is now {new[key]!r}")
     for key in sorted({*old["settings"], *new["settings"]} - FREE_ON_RESUME):
         was, is_now = old["settings"].get(key), new["settings"].get(key)
         if was != is_now:
-            raise RequestError(f"{path}: cannot resume, its setting {key} was {was} and is now {is_now}")
+            raise RequestError(f"{path}: cannot resume, setting {key} was {was} and is now {is_now}")
     if (old.get("source_model") or {}).get("sha256") != (new["source_model"] or {}).get("sha256"):
         raise RequestError(f"{path}: cannot resume, it began from another source model; give the --source-model it began with")
     for part, entries in new["data"].items():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mtem.data.corpus import Corpus
 from mtem.data.splits import hold_out
+from mtem.errors import RequestError
 from mtem.models.base import EncodedCorpus, Model
 from mtem.progress import Progress
 from mtem.run.directory import RunDirectory
@@ -45,6 +46,11 @@ class RunInputs:
     ) -> None:
         self.model, self.settings, self.target, self.classes = model, settings, target, source.classes
         train, self.held_out_rows = hold_out(source, source.classes, settings.validation_share, settings.seed)
+        if not len(self.held_out_rows):
+            raise RequestError(
+                f"{source.name}: no {source.unit} could be held out for validation, there are too few different ones; "
+                f"give more labeled {source.unit}"
+            )
         self.labeled = source if target_labeled is None else Corpus.concatenate([source, target_labeled])
         self.labels = self.labeled.label_numbers(source.classes)
         self.target_labeled_rows = np.arange(len(source), len(self.labeled))
