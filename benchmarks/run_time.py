@@ -43,7 +43,7 @@ from mtem.datasets.sample import sample_path
 from mtem.methods.base import Context
 from mtem.models.text import TextModel
 from mtem.progress import Progress
-from mtem.run import adapt, pipeline, result
+from mtem.run import adapt, candidates, pipeline, result
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
@@ -306,7 +306,7 @@ class Clock:
             (pipeline.Run, "train_source", "source training", None),
             (pipeline.Run, "adapt", "adaptation steps", None),
             (Stream, "rows", "choosing batches", None),
-            (pipeline.Run, "evaluate_candidate", "judging", None),
+            (candidates.Candidates, "evaluate_candidate", "judging", None),
             (pipeline.Run, "checkpoint", "checkpoints", None),
             (pipeline.Run, "finish", "estimating", None),
             (inference, "compute_logits", "final prediction", all_rows),

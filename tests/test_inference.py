@@ -15,7 +15,7 @@ from mtem.data.loading import load_corpus
 from mtem.data.threads import read
 from mtem.errors import RequestError
 from mtem.models import scoring
-from mtem.models.base import CosineHead
+from mtem.models.heads import CosineHead
 from mtem.models.text import TextModel
 from mtem.models.trees.model import BigcnModel, BigcnSettings
 from mtem.progress import Progress

@@ -31,13 +31,14 @@ from mtem.errors import RequestError
 from mtem.methods.base import Batch, Context, functional
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
-from mtem.models.base import ArrayModel, EncodedCorpus, Inputs
+from mtem.models.base import EncodedCorpus, Inputs
 from mtem.progress import Progress
 from mtem.run.record import machine, versions
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
 from mtem_paper import splits
+from mtem_paper.array_model import ArrayModel
 
 TARGET = "kitchen"
 PROMISED = 1 / 3

@@ -15,7 +15,7 @@ from transformers import pipeline
 import mtem
 from mtem import inference
 from mtem.methods.mme import Mme
-from mtem.models.base import CosineHead
+from mtem.models.heads import CosineHead
 from mtem.selection import criteria
 from mtem.training.optimizer import make_optimizer
 from mtem.training.settings import TrainingSettings

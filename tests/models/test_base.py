@@ -11,8 +11,10 @@ from torch import nn
 from transformers import pipeline
 
 import mtem
-from mtem.models.base import ArrayModel, CosineHead, Model
+from mtem.models.base import Model
+from mtem.models.heads import CosineHead
 from mtem.models.text import COSINE, TextModel
+from mtem_paper.array_model import ArrayModel
 from tests.conftest import SHAPES, make_encoder, make_texts
 from tests.tolerance import assert_near
 

@@ -18,9 +18,9 @@ from mtem import annealing, metagrad, schedules, tsallis
 from mtem.errors import RequestError
 from mtem.methods.base import Batch, Context, functional
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings
-from mtem.models.base import ArrayModel
 from mtem.progress import Progress
 from mtem_paper import bound, splits, theory
+from mtem_paper.array_model import ArrayModel
 from tests.conftest import examples
 from tests.paper.test_cases import write_amazon
 

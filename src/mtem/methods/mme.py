@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from mtem.methods.base import Batch, Context, Method, StepLog, Update, reverse_gradient
-from mtem.models.base import CosineHead, Model
+from mtem.models.base import Model
+from mtem.models.heads import CosineHead
 from mtem.settings import setting
 from mtem.tsallis import gibbs_entropy
 

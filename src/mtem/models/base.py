@@ -12,16 +12,16 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtem.data.corpus import Corpus
 from mtem.data.threads import Thread
 from mtem.errors import RequestError
+from mtem.models.heads import CosineHead
 from mtem.progress import Progress
 
 if TYPE_CHECKING:
@@ -42,61 +42,6 @@ class EncodedCorpus(Protocol):
     def __len__(self) -> int:
         """Return the number of examples."""
         ...
-
-
-class CosineHead(nn.Module):
-    r"""A classifier that depends only on the direction of the features: :math:`W f / (T \lVert f \rVert)`.
-
-    `weight` is not normalized and there is no learned bias. `bias` is a buffer of zeros that a correction of the class prior
-    may change.
-
-    Parameters
-    ----------
-    linear
-        The layer whose weights the head starts from.
-    temperature
-        The divisor :math:`T`.
-    """
-
-    in_features: int
-    out_features: int
-    temperature: float
-    weight: nn.Parameter
-    bias: Tensor
-
-    def __init__(self, linear: nn.Linear | CosineHead, temperature: float) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.temperature = linear.in_features, linear.out_features, temperature
-        self.weight = nn.Parameter(linear.weight.detach().clone())
-        self.register_buffer("bias", linear.weight.detach().new_zeros(self.out_features))
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return logits of shape [N, K] for features of shape [N, D]."""
-        with torch.autocast(features.device.type, enabled=False):  # a small temperature magnifies half precision's rounding
-            directions = F.normalize(features.to(self.weight.dtype), dim=-1)
-            return F.linear(directions, self.weight) / self.temperature + self.bias
-
-    # A linear layer W' f with W' = W / (T sqrt(d)) predicts the same class for every f as long as the bias is zero, and has
-    # about the same confidence where the norm of f is about sqrt(d). It is saved in place of this head, so that other
-    # libraries can read the model.
-
-    def folded(self) -> nn.Linear:
-        """Return the linear layer that predicts the same classes."""
-        linear = nn.Linear(self.in_features, self.out_features, device=self.weight.device, dtype=self.weight.dtype)
-        with torch.no_grad():
-            linear.weight.copy_(self.weight / (self.temperature * self.in_features**0.5))
-            linear.bias.copy_(self.bias)
-        return linear
-
-    @classmethod
-    def unfolded(cls, linear: nn.Linear, temperature: float) -> CosineHead:
-        """Return the head that `folded` turned into `linear`."""
-        head = cls(linear, temperature)
-        with torch.no_grad():
-            head.weight.mul_(temperature * head.in_features**0.5)
-            if linear.bias is not None:
-                head.bias.copy_(linear.bias)
-        return head
 
 
 Head: TypeAlias = nn.Linear | CosineHead
@@ -426,56 +371,3 @@ class Model(nn.Module, abc.ABC):
             The largest size in bytes; a corpus that needs more is returned unchanged.
         """
         return encoded
-
-
-class ArrayModel(Model):
-    """A model whose examples are rows of numbers in memory ("values"). It reads no texts and cannot be saved.
-
-    For experiments with small networks; subclasses define `forward`, `collate` and `head_path`.
-    """
-
-    classes: tuple[str, ...] = ()
-
-    def input_embeddings(self, inputs: Inputs) -> Tensor:
-        """Return the rows."""
-        return inputs["values"]
-
-    def embedding_norms(self, values: Tensor, inputs: Inputs) -> Tensor:
-        """Return the norm of each row, [N, 1]."""
-        return values.square().sum(dim=1, keepdim=True).sqrt()
-
-    @classmethod
-    def _refuse(cls) -> NoReturn:
-        raise NotImplementedError(f"{cls.__name__}: its examples are arrays in memory")
-
-    @classmethod
-    def create(cls, name: str | os.PathLike[str], classes: Sequence[str], **_: Any) -> Self:
-        """Refuse."""
-        cls._refuse()
-
-    @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> Self:
-        """Refuse."""
-        cls._refuse()
-
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Refuse."""
-        self._refuse()
-
-    def encode(
-        self, corpus: Corpus, *, cache: Path | None = None, progress: Callable[[int, int], None] | None = None
-    ) -> EncodedCorpus:
-        """Refuse."""
-        self._refuse()
-
-    def encode_texts(self, texts: Sequence[str]) -> EncodedCorpus:
-        """Refuse."""
-        self._refuse()
-
-    def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
-        """Refuse."""
-        self._refuse()
-
-    def default_learning_rates(self) -> tuple[float, float]:
-        """Refuse."""
-        self._refuse()

@@ -19,8 +19,9 @@ from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
 from mtem.models import augment, encoders, integrity, pretrained
-from mtem.models.base import CosineHead, EncodedCorpus, Inputs, Model, ModelSettings
+from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
 from mtem.models.frozen import FrozenTokens, frozen_tokens, run_lower, same_function, upper_part
+from mtem.models.heads import CosineHead
 from mtem.progress import Progress
 
 if TYPE_CHECKING:

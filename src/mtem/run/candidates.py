@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,13 +60,19 @@ class Candidates:
         """The step of the best candidate so far."""
         return int(self.entries[criteria.choose([entry["score"] for entry in self.entries])]["step"]) if self.entries else 0
 
-    def evaluate_candidate(self, method: Method, step: int) -> dict[str, Any]:
-        """Score the method's weights, keep them if they are the best so far, and return the line for the history.
+    def evaluate_candidate(self, method: Method, step: int, record_line: Callable[[dict[str, Any]], None]) -> None:
+        """Score the method's weights and keep them if they are the best so far.
 
-        The model has the evaluated weights when this returns; call `restore` afterwards.
+        Parameters
+        ----------
+        method
+            Whose weights are evaluated.
+        step
+            How many steps it has taken.
+        record_line
+            Called with the line for the history while the model has the evaluated weights.
         """
-        weights = clone(method.weights())
-        self._previous = clone(current(self.model))
+        weights, previous = clone(method.weights()), clone(current(self.model))
         load(self.model, weights)
         meta_loss = None
         if self.settings.criterion == "meta":
@@ -84,17 +91,15 @@ class Candidates:
             self._outputs = {0: outputs}
         elif self.chosen_step == step:
             self._best = weights
-            self._outputs = {number: self._outputs[number] for number in self._outputs if number == 0} | {step: outputs}
+            source = {0: self._outputs[0]} if 0 in self._outputs else {}  # not there after a resume
+            self._outputs = {**source, step: outputs}
             self.directory.write_weights(f"best-{step}", weights)
         shares = by_class(self.inputs.classes, predicted_shares(outputs.target_logits))
         line = {"stage": "evaluation", **entry, "target_shares": shares}
         if self.prior.shares is not None and outputs.finite:
             line["bias"] = self.prior.bias(outputs.target_logits).tolist()
-        return line
-
-    def restore(self) -> None:
-        """Give the model back the weights it had before `evaluate_candidate`."""
-        load(self.model, self._previous)
+        record_line(line)
+        load(self.model, previous)
 
     def best_weights(self) -> dict[str, Tensor]:
         """Return the weights of the chosen step, from memory or from disk."""

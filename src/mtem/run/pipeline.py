@@ -149,7 +149,7 @@ class Run:
         context.learning_rate = trainer.learning_rate
         self.begin_stage(trainer, tensors, number=2)
         if not self.candidates.entries:
-            self.evaluate_candidate(method, 0)
+            self.candidates.evaluate_candidate(method, 0, self.record_line)
             self.checkpoint(trainer, 0)
         trainer.run(done)
         return method
@@ -275,11 +275,11 @@ class Run:
         state = checkpoints.random_state(self.generator)
         for number, part in enumerate(parts):
             if not self.directory.has_left_out_part(number):
-                self.directory.write_left_out_part(number, self.left_out_model(part, number))
+                self.directory.write_left_out_part(number, self.left_out_model(part))
             self.left_out.append(self.directory.read_left_out_part(number, part.kind, part.name))
         checkpoints.restore_random_state(state, self.generator)
 
-    def left_out_model(self, part: Part, number: int) -> LeftOut:
+    def left_out_model(self, part: Part) -> LeftOut:
         """Train a source model from the initial weights without `part`, and return its logits."""
         load(self.model, self.initial)
         inputs, settings = self.inputs, self.settings
@@ -333,7 +333,7 @@ class Run:
             self.seconds[stage] = time.monotonic() - start
             evaluated = stage == "adapt" and done in self.candidates.evaluation_steps
             if evaluated:
-                self.evaluate_candidate(method, done)
+                self.candidates.evaluate_candidate(method, done, self.record_line)
             if evaluated or time.monotonic() - self.saved >= self.settings.checkpoint_seconds:
                 self.checkpoint(trainer, done)
 
@@ -350,12 +350,6 @@ class Run:
             checkpoints.restore(tensors, trainer, self.candidates.prior.alignment, self.generator)
         else:
             torch.manual_seed(self.settings.seed * 10 + number)
-
-    def evaluate_candidate(self, method: Method, step: int) -> None:
-        """Evaluate the method's weights; observers see the model with these weights."""
-        line = self.candidates.evaluate_candidate(method, step)
-        self.record_line(line)
-        self.candidates.restore()
 
     def checkpoint(self, trainer: Trainer, done: int) -> None:
         """Write everything that a resumed run needs."""

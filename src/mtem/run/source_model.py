@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mtem.data.cache import fingerprint_of
 from mtem.errors import RequestError
-from mtem.models.base import CosineHead, Model
+from mtem.models.base import Model
+from mtem.models.heads import CosineHead
 from mtem.selection.left_out import LeftOut
 from mtem.training.weights import everything, load
 

@@ -9,7 +9,7 @@ from mtem.selection import priors
 from mtem.selection.criteria import CRITERIA, DEFAULT_CRITERION
 from mtem.settings import setting
 
-SCHEDULES = (*schedules.SCHEDULES, "assumption-2")
+SCHEDULE_NAMES = (*schedules.SCHEDULES, "assumption-2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrainingSettings:
         "adamw", "optimizer of the adaptation; sgd, as in Algorithm 1, hardly moves a transformer at the usual learning rates",
         choices=("adamw", "adam", "sgd"),
     )  # fmt: skip
-    schedule: str = setting("linear", "learning rate schedule", choices=SCHEDULES)
+    schedule: str = setting("linear", "learning rate schedule", choices=SCHEDULE_NAMES)
     warmup_ratio: float = setting(0.1, "share of the steps in which the learning rate rises", low=0.0, high=1.0)
     weight_decay: float = setting(0.01, "weight decay of matrices; biases and norms have none", low=0.0)
     layer_decay: float = setting(1.0, "learning rate of each layer relative to the one above it", low=0.01, high=1.0)

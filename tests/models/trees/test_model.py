@@ -17,7 +17,7 @@ from mtem.data.loading import load_corpus
 from mtem.data.threads import Thread
 from mtem.errors import RequestError
 from mtem.methods.base import cross_entropy, functional
-from mtem.models.base import CosineHead
+from mtem.models.heads import CosineHead
 from mtem.models.trees import model as tree_model
 from mtem.models.trees.encoded import EncodedThreads
 from mtem.models.trees.model import BigcnModel, BigcnSettings

@@ -19,7 +19,8 @@ from mtem.data.corpus import Corpus
 from mtem.data.threads import Thread
 from mtem.errors import RequestError
 from mtem.models import encoders, integrity
-from mtem.models.base import CosineHead, EncodedCorpus, Inputs, Model, ModelSettings
+from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
+from mtem.models.heads import CosineHead
 from mtem.models.trees import views
 from mtem.models.trees.bigcn import BiGCN, Dense, Graph, Sparse
 from mtem.models.trees.embeddings import Embeddings
