@@ -24,6 +24,7 @@ from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 from torch import Tensor, nn
 
 from mtem.data.readers import read_rows
+from mtem.run.record import machine
 from mtem_paper.protocol import DATASETS
 
 EVENTS = DATASETS["pheme"].domains
@@ -193,7 +194,7 @@ def table(args: argparse.Namespace) -> None:
 
     def write_row(**row: Any) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        row = {"encoder": args.encoder, **row}
+        row = {"encoder": args.encoder, "machine": machine("cuda" if torch.cuda.is_available() else "cpu"), **row}
         with args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(round(time.monotonic() - started, 1), row, flush=True)
