@@ -132,7 +132,8 @@ def pretrain(args: argparse.Namespace) -> None:
     model.save_pretrained(args.to)
     tokenizer.save_pretrained(args.to)
     row = {
-        "pretrained": args.target, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "encoder": args.encoder, "seed": args.seed, "texts": len(texts), "steps": steps,
+        "pretrained": args.target, "encoder": args.encoder, "seed": args.seed, "texts": len(texts), "steps": steps,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "passes": args.passes, "batch": args.batch, "learning_rate": args.rate, "losses": losses,
         "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
