@@ -219,6 +219,18 @@ class Corpus:
             table = table.add_column(position, name, strings.column(name))
         return replace(self, table=table, fingerprint=fingerprint)
 
+    def part(self, indices: Iterable[int], name: str) -> Corpus:
+        """Return the examples at `indices` as data of their own: one entry in `files`, and no notices of the whole."""
+        selected = self.select(indices)
+        columns = {key: next((entry[key] for entry in self.files if entry[key]), None) for key in ("text_column", "label_column")}
+        entry = {
+            "path": name, "name": name, "domain": name, "sha256": None, "rows": len(selected), "empty": 0,
+            "threads": self.threaded, **columns, "texts": selected.fingerprint,
+        }  # fmt: skip
+        position = selected.table.column_names.index("file")
+        table = selected.table.set_column(position, "file", pa.array(np.zeros(len(selected), np.int32)))
+        return replace(selected, table=table, name=name, notices=(), files=(entry,))
+
     def _stored(self, address: str, names: list[str], chunks: Iterable[list[list[str]]], size: int) -> pa.Table:
         """Return a table of strings, given in chunks: in memory if its `size` in bytes allows, else in the cache."""
         schema = pa.schema([(name, pa.large_string()) for name in names])

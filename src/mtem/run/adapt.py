@@ -23,6 +23,7 @@ from mtem.models import encoders
 from mtem.models.base import Model, ModelSettings
 from mtem.progress import Progress
 from mtem.run.directory import RunDirectory
+from mtem.run.candidates import OnCandidate
 from mtem.run.pipeline import Observer, Run
 from mtem.run.result import Adapted
 from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out
@@ -67,6 +68,7 @@ def adapt(
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     observe: Observer | None = None,
+    on_candidate: OnCandidate | None = None,
     text_column: str | None = None,
     label_column: str | None = None,
     progress: Progress | None = None,
@@ -93,6 +95,8 @@ def adapt(
     observe
         Called with every line of the history and the model. At lines of stage "evaluation" the model has the evaluated
         weights, and "bias" is the prior correction that they would get at the end (see `mtem.training.weights.add_bias`).
+    on_candidate
+        Called with the step, the evaluated rows of the target and the `CandidateOutputs` of every candidate.
     text_column, label_column
         Names of the columns, if they are not the usual ones.
     progress
@@ -135,7 +139,7 @@ def adapt(
         workspace = None if path is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
         run = Run(
             network, method_cls, chosen.training, chosen.method, *corpora, RunDirectory(path, workspace), progress, request,
-            observe=observe, left_out=matching_left_out(source_model, request),
+            observe=observe, on_candidate=on_candidate, left_out=matching_left_out(source_model, request),
         )  # fmt: skip
         return run.run(resume)
 

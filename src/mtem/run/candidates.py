@@ -20,6 +20,8 @@ from mtem.selection.priors import TargetPrior
 from mtem.training.settings import TrainingSettings
 from mtem.training.weights import clone, current, load
 
+OnCandidate = Callable[[int, np.ndarray, CandidateOutputs], None]  # step, rows of the target, outputs
+
 DIVERGED = -1e9  # score of weights whose outputs are not finite; JSON has no infinity
 
 
@@ -38,16 +40,27 @@ class Candidates:
         Assumed class shares of the target.
     """
 
-    def __init__(self, model: Model, inputs: RunInputs, settings: TrainingSettings, steps: int, directory: RunDirectory) -> None:
+    def __init__(
+        self,
+        model: Model,
+        inputs: RunInputs,
+        settings: TrainingSettings,
+        steps: int,
+        last_step: int,
+        directory: RunDirectory,
+        on_candidate: OnCandidate | None = None,
+    ) -> None:
         self.model, self.inputs, self.settings, self.directory = model, inputs, settings, directory
+        self.on_candidate = on_candidate
         self.prior = TargetPrior()
         self.entries: list[dict[str, Any]] = []
         self._best: dict[str, Tensor] = {}
         self._outputs: dict[int, CandidateOutputs] = {}  # of the source model and of the best candidate, by step
         count = min(settings.evaluations, max(steps, 1))
-        self.evaluation_steps = {round(steps * (number + 1) / count) for number in range(count)} if steps else set()
+        planned = (round(steps * (number + 1) / count) for number in range(count))
+        self.evaluation_steps = {step for step in planned if step <= last_step} | {last_step} if last_step else set()
         affordable = max(200, int(1.4 * settings.batch_size * steps / count / 2))
-        most = min(settings.evaluation_texts, affordable)
+        most = settings.evaluation_texts if on_candidate else min(settings.evaluation_texts, affordable)
         draw = np.random.default_rng([settings.seed, 3])
         # A prior correction is as good as its sample, which must not depend on how many steps a method takes.
         sampled = most if settings.target_class_prior == "none" else settings.evaluation_texts
@@ -83,10 +96,12 @@ class Candidates:
             )
         outputs = self.outputs(self.evaluated_rows, meta_loss)
         corrected = self.prior.corrected(outputs)
-        entry = {"step": step, "score": criteria.score(self.settings.criterion, corrected)}
-        entry |= {name: criteria.score(name, corrected) for name in ("source-validation", "infomax")}
+        entry = {"step": step, **{name: criteria.score(name, corrected) for name in ("source-validation", "infomax")}}
+        entry = {"step": step, "score": self._score(entry, corrected), **entry}
         entry = {name: value if np.isfinite(value) else DIVERGED for name, value in entry.items()}
         self.entries.append(entry)
+        if self.on_candidate is not None:
+            self.on_candidate(step, self.target_sample, corrected)
         if step == 0:
             self._outputs = {0: outputs}
         elif self.chosen_step == step:
@@ -100,6 +115,14 @@ class Candidates:
             line["bias"] = self.prior.bias(outputs.target_logits).tolist()
         record_line(line)
         load(self.model, previous)
+
+    def _score(self, entry: dict[str, Any], corrected: CandidateOutputs) -> float:
+        """Return the score by the criterion; by "last" the number of steps, or "diverged" for weights that have collapsed."""
+        if self.settings.criterion != criteria.LAST:
+            return criteria.score(self.settings.criterion, corrected)
+        before = self.entries[0]["infomax"] if self.entries else entry["infomax"]
+        held = criteria.holds_up(before, entry["infomax"], len(self.inputs.classes))
+        return float(entry["step"]) if held else DIVERGED
 
     def best_weights(self) -> dict[str, Tensor]:
         """Return the weights of the chosen step, from memory or from disk."""

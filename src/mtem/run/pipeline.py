@@ -19,7 +19,7 @@ from mtem.methods.base import Context, Method
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.base import Model
 from mtem.progress import Progress
-from mtem.run.candidates import Candidates
+from mtem.run.candidates import Candidates, OnCandidate
 from mtem.run.directory import SOURCE, RunDirectory
 from mtem.run.inputs import RunInputs
 from mtem.run.record import by_class, now, predicted_shares, versions
@@ -58,6 +58,8 @@ class Run:
         What was asked for: the first part of run.json.
     observe
         Called with every line of the history and the model.
+    on_candidate
+        Called with the step, the evaluated target rows and the outputs of every candidate, the source model among them.
     left_out
         Logits of left-out models that came with the source model.
     """
@@ -76,6 +78,7 @@ class Run:
         request: dict[str, Any],
         *,
         observe: Observer | None = None,
+        on_candidate: OnCandidate | None = None,
         left_out: list[LeftOut] | None = None,
     ) -> None:
         if training.target_class_prior == "labeled" and target_labeled is None:
@@ -84,6 +87,7 @@ class Run:
             )
         self.model, self.method_cls, self.settings, self.method_settings = model, method_cls, training, method_settings
         self.directory, self.progress, self.request, self.observe = directory, progress, request, observe
+        self.on_candidate = on_candidate
         self.source_learning_rate, self.learning_rate = find_learning_rates(training, model.default_learning_rates())
         self.generator = torch.Generator().manual_seed(training.seed)
         self.started = self.saved = time.monotonic()
@@ -127,9 +131,13 @@ class Run:
         self.steps = round(self.settings.epochs * self.inputs.target_stream.per_epoch) if steps is None else steps
         if self.method_cls is SourceOnly:
             self.steps = 0
+        stop = self.settings.stop_epochs
+        self.last_step = self.steps if stop is None else min(self.steps, round(stop * self.inputs.target_stream.per_epoch))
         has_source_model = bool(self.request["source_model"])
         self.source_steps = 0 if has_source_model else round(self.settings.source_epochs * self.inputs.source_stream.per_epoch)
-        self.candidates = Candidates(self.model, self.inputs, self.settings, self.steps, self.directory)
+        self.candidates = Candidates(
+            self.model, self.inputs, self.settings, self.steps, self.last_step, self.directory, self.on_candidate
+        )  # fmt: skip
 
     def train_source(self, done: int, tensors: dict[str, Tensor]) -> None:
         """Stage 1: train the source model, theta_1."""
@@ -170,7 +178,7 @@ class Run:
             inputs.class_shares, before.target_logits, after.target_logits, len(inputs.target), inputs.classes,
             held_out=len(inputs.held_out_rows), unit=inputs.unit,
         )  # fmt: skip
-        if self.steps and step == 0:
+        if self.last_step and step == 0:
             score = self.candidates.entries[0]["score"]
             warnings.insert(0, diagnostics.source_model_kept(self.settings.criterion, score))
         with self.progress.stage(f"predicting the target {inputs.unit}", len(inputs.target)):
@@ -180,7 +188,7 @@ class Run:
             **self.description(),
             "finished": now(),
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
-            "steps": {"source": self.source_steps, "adapt": self.steps},
+            "steps": {"source": self.source_steps, "adapt": self.last_step},
             "selection": {
                 "criterion": self.settings.criterion,
                 "chosen_step": step,
@@ -340,7 +348,7 @@ class Run:
         trainer = Trainer(
             method, self.settings, name=stage, steps=steps, learning_rate=learning_rate, source=self.inputs.source_stream,
             target=target, progress=self.progress, optimizer=optimizer, schedule=schedule, record=self.record_line,
-            after_step=after_step,
+            after_step=after_step, last_step=self.last_step if stage == "adapt" else None,
         )  # fmt: skip
         return trainer
 

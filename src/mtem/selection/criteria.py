@@ -25,6 +25,10 @@ A criterion is a plain function of :class:`CandidateOutputs`; higher is better. 
     Minus the source loss after a virtual step on the target, where the method takes one. It is noisy (a mean
     over one mini-batch) and small for a step that changes nothing.
 
+``last``
+    The weights of the last step, for runs whose length a rehearsal has chosen; earlier ones if infomax has fallen
+    more than :data:`GUARD` log K below the source model's, which is a sign of collapse (:func:`holds_up`).
+
 Why infomax on calibrated probabilities is the default: it rewards confident and diverse predictions on the
 target, and penalises collapse. Methods that minimise entropy make all predictions sharper, which is no improvement: the
 temperature removes that gain, because a model that is overconfident on the source gets a higher temperature. A model that
@@ -247,6 +251,13 @@ CRITERIA: dict[str, Callable[[CandidateOutputs], float]] = {
     "meta": meta,
 }
 DEFAULT_CRITERION = "infomax"
+LAST = "last"  # not a function of one candidate: the last weights, unless `holds_up` says that they have collapsed
+GUARD = 0.05  # of log K: how far infomax may fall below the source model's
+
+
+def holds_up(infomax_before: float, infomax_after: float, classes: int) -> bool:
+    """Return whether adapted weights have not collapsed: their infomax is not far below the source model's."""
+    return infomax_after >= infomax_before - GUARD * math.log(max(2, classes))
 
 
 def score(criterion: str, outputs: CandidateOutputs) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 
 from mtem import schedules
 from mtem.selection import priors
-from mtem.selection.criteria import CRITERIA, DEFAULT_CRITERION
+from mtem.selection.criteria import CRITERIA, DEFAULT_CRITERION, LAST
 from mtem.settings import setting
 
 SCHEDULE_NAMES = (*schedules.SCHEDULES, "assumption-2")
@@ -25,6 +25,10 @@ class TrainingSettings:
     )
     epochs: float = setting(2.0, "passes over the unlabeled texts in the adaptation", low=0.0)
     steps: int | None = setting(None, "steps of the adaptation, instead of epochs", low=0)
+    stop_epochs: float | None = setting(
+        None, "passes after which the adaptation stops early, on the schedule of all epochs; a rehearsal sets it; none: at the end",
+        low=0.0,
+    )  # fmt: skip
     learning_rate: float | None = setting(
         None, "learning rate of the adaptation; none: 2e-5, or 2e-4 when lower layers are frozen; bigcn 5e-4", low=0.0
     )
@@ -59,7 +63,7 @@ class TrainingSettings:
         choices=priors.KINDS,
     )
     validation_share: float = setting(0.1, "share of the labeled texts held out", low=0.01, high=0.5)
-    criterion: str = setting(DEFAULT_CRITERION, "how weights are chosen without target labels", choices=tuple(CRITERIA))
+    criterion: str = setting(DEFAULT_CRITERION, "how weights are chosen without target labels", choices=(*CRITERIA, LAST))
     evaluations: int = setting(8, "how often weights are evaluated during the adaptation", low=1)
     evaluation_texts: int = setting(1000, "target texts, and at most as many held-out texts, in each evaluation", low=10)
     left_out_models: int = setting(

@@ -33,6 +33,8 @@ class Trainer:
         Of the stage, in the history and on the progress bar.
     steps, learning_rate
         Number of steps, and the base learning rate.
+    last_step
+        Where to stop, if before the end of the schedule.
     source, target
         Labeled and unlabeled batches by step number.
     progress
@@ -58,12 +60,14 @@ class Trainer:
         progress: Progress,
         optimizer: str | None = None,
         schedule: str | None = None,
+        last_step: int | None = None,
         record: Callable[[dict[str, Any]], None] = lambda line: None,
         after_step: Callable[[int], None] = lambda done: None,
     ) -> None:
         self.method, self.settings, self.name, self.steps, self.base_learning_rate = method, settings, name, steps, learning_rate
         self.source, self.target, self.progress, self.record, self.after_step = source, target, progress, record, after_step
         self.schedule = schedule or settings.schedule
+        self.last_step = steps if last_step is None else last_step
         self.optimizer = make_optimizer(method, settings, optimizer or settings.optimizer, learning_rate)
         scaled = method.model.precision is torch.float16
         self.scaler = torch.amp.GradScaler(method.model.device.type, enabled=scaled)
@@ -77,9 +81,9 @@ class Trainer:
 
     def run(self, first: int = 0) -> None:
         """Run the steps from number `first` on."""
-        with self.progress.stage(self.name, self.steps):
+        with self.progress.stage(self.name, self.last_step):
             self.progress.advance(first)
-            for step in range(first, self.steps):
+            for step in range(first, self.last_step):
                 self._set_learning_rate(step)
                 target = self.target(step) if self.target is not None else None
                 try:
@@ -90,7 +94,7 @@ class Trainer:
                         f"{self.name}, step {step + 1}: out of GPU memory; set a smaller batch_size or max_length, "
                         "or frozen_layers"
                     ) from error
-                last = step + 1 == self.steps
+                last = step + 1 == self.last_step
                 if step % self.settings.log_every == 0 or last:
                     self._log(step, log)
                 else:

@@ -1,0 +1,337 @@
+"""A trial: one method adapted to the texts of one source domain, whose labels it does not see.
+
+Labels of the domain are used here to score the candidates and, with `Trial.rare`, to make one class rarer. They never reach the
+training: `adapt` gets texts without a label column.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from mtem import methods, settings
+from mtem.atomic import read_json, write_json
+from mtem.data.corpus import Corpus
+from mtem.data.loading import load_corpus
+from mtem.methods.base import Method
+from mtem.progress import Progress
+from mtem.rehearsal.domains import Domains, keep_rows
+from mtem.run.adapt import adapt, find_settings
+from mtem.run.record import machine
+from mtem.run.result import Adapted
+from mtem.selection.criteria import CandidateOutputs
+from mtem.tensors import read_tensors, write_tensors
+
+MOST_TEXTS = 5000  # of a domain that are adapted to
+SCORED_TEXTS = 2000  # of these, at most so many are scored
+SHARED_SOURCE = "source-only"  # the method whose source model all methods with a plain head share
+
+Report = Callable[[float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceTask:
+    """Train the source model without one domain."""
+
+    domain: str
+    method: str = SHARED_SOURCE
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Adapt one method to one domain.
+
+    Attributes
+    ----------
+    domain
+        Which part of the labeled texts stands for the target.
+    method
+        Name of the method, or the file of one.
+    learning_rate
+        Of the adaptation.
+    prior
+        The setting `target_class_prior`.
+    rare
+        A class of which only a third of the texts is kept; "" for all texts.
+    """
+
+    domain: str
+    method: str
+    learning_rate: float
+    prior: str = "none"
+    rare: str = ""
+
+    @property
+    def name(self) -> str:
+        """A file name."""
+        fields = [*dataclasses.astuple(self)]
+        fields[1] = Path(self.method).name
+        digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:8]
+        return f"{Path(self.method).stem}-{digest}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrialOutputs:
+    """What the candidates of a trial compute, and the labels to score them with.
+
+    Attributes
+    ----------
+    trial
+        What was run.
+    epochs
+        Passes over the unlabeled texts at which candidates were taken, [C]; the first is 0, the source model.
+    infomax
+        Of each candidate, [C].
+    logits
+        [C, T, K] of texts of the domain, corrected for the assumed class shares if there are any.
+    labels
+        [T].
+    held_out_logits, held_out_labels
+        [C, S, K] and [S] of held-out texts of the other domains.
+    assumed_shares
+        [K], or None.
+    seconds
+        Time of the adaptation.
+    machine
+        Processor or GPU.
+    """
+
+    trial: Trial
+    epochs: np.ndarray
+    infomax: np.ndarray
+    logits: np.ndarray
+    labels: np.ndarray
+    held_out_logits: np.ndarray
+    held_out_labels: np.ndarray
+    assumed_shares: np.ndarray | None
+    seconds: float
+    machine: str
+
+    def write(self, folder: Path) -> None:
+        """Write both files of the trial; the record last."""
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        write_tensors(folder / f"{self.trial.name}.safetensors", {k: torch.from_numpy(np.asarray(v)) for k, v in arrays.items()})
+        shares = None if self.assumed_shares is None else self.assumed_shares.tolist()
+        record = {"trial": dataclasses.asdict(self.trial), "assumed_shares": shares}
+        write_json(folder / f"{self.trial.name}.json", record | {"seconds": self.seconds, "machine": self.machine})
+
+    @classmethod
+    def read(cls, folder: Path, trial: Trial) -> TrialOutputs | None:
+        """Return a trial that was written; None if it was not."""
+        path = folder / f"{trial.name}.json"
+        if not path.is_file():
+            return None
+        record = read_json(path)
+        tensors = read_tensors(folder / f"{trial.name}.safetensors")
+        shares = record["assumed_shares"]
+        arrays = {name: tensors[name].numpy() for name in _ARRAYS}
+        return cls(
+            trial, **arrays, assumed_shares=None if shares is None else np.array(shares), seconds=record["seconds"],
+            machine=record["machine"],
+        )  # fmt: skip
+
+
+_ARRAYS = ("epochs", "infomax", "logits", "labels", "held_out_logits", "held_out_labels")
+
+
+@dataclasses.dataclass
+class Work:
+    """Trains source models and runs trials, in this process or in another.
+
+    Parameters
+    ----------
+    source, columns
+        The labeled texts, as `load_corpus` takes them, and the names of their columns.
+    domains
+        What stands for the target.
+    model, preset, given
+        As for `adapt`. Settings that a method does not have are left out for it.
+    epochs
+        Passes of a trial, a candidate after each.
+    folder
+        Where source models and trials are written.
+    """
+
+    source: Any
+    columns: Mapping[str, str | None]
+    domains: Domains
+    model: str | os.PathLike[str]
+    preset: str
+    given: Mapping[str, Any]
+    epochs: int
+    folder: Path
+    _corpus: Corpus | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what another process loads for itself."""
+        return {**self.__dict__, "_corpus": None}
+
+    def __call__(self, task: SourceTask | Trial, report: Report = lambda fraction: None) -> None:
+        """Run one task and write its result."""
+        with quiet_logging():
+            if isinstance(task, SourceTask):
+                self.train_source(task, report)
+            else:
+                self.run_trial(task, report).write(self.trial_folder(task.domain))
+
+    @property
+    def corpus(self) -> Corpus:
+        """The labeled texts."""
+        if self._corpus is None:
+            self._corpus = load_corpus(self.source, labeled=True, **self.columns)
+        return self._corpus
+
+    def is_done(self, task: SourceTask | Trial) -> bool:
+        """Return whether the result of a task was written."""
+        if isinstance(task, SourceTask):
+            return (self.source_model_path(task) / "run.json").is_file()
+        return (self.trial_folder(task.domain) / f"{task.name}.json").is_file()
+
+    def trial_folder(self, domain: str) -> Path:
+        """Return the folder of the trials with this domain."""
+        return self.folder / "trials" / f"{self.domains.names.index(domain)}"
+
+    def source_model_path(self, task: SourceTask) -> Path:
+        """Return the run directory of a source model."""
+        return self.folder / "source-models" / f"{self.domains.names.index(task.domain)}-{Path(task.method).stem}"
+
+    def source_task(self, trial: Trial) -> SourceTask:
+        """Return the training of the source model that a trial begins from."""
+        return SourceTask(trial.domain, trial.method if has_own_head(trial.method) else SHARED_SOURCE)
+
+    def settings_of(self, method: str) -> dict[str, Any]:
+        """Return the given settings that the method, or the run, has."""
+        accepted = settings.names(*map(type, find_settings(self.model, method, self.preset_of(method), {})))
+        return {name: value for name, value in self.given.items() if name in accepted}
+
+    def preset_of(self, method: str) -> str:
+        """Return the preset, or "recommended" for a method that does not have it."""
+        return self.preset if self.preset in methods.get(method).presets else "recommended"
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return int(self.given.get("seed", 0))
+
+    def pool(self, domain: str, rare: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Return rows and class numbers of the texts of a domain that are adapted to."""
+        corpus = self.corpus
+        rows = self.domains.rows(self.domains.names.index(domain))
+        rows = np.sort(np.random.default_rng([self.seed, 0xD0]).permutation(rows)[:MOST_TEXTS])
+        labels = corpus.label_numbers(corpus.classes)[rows]
+        if rare:
+            kept = keep_rows(labels, corpus.classes.index(rare), self.seed)
+            rows, labels = rows[kept], labels[kept]
+        return rows, labels
+
+    def others(self, domain: str) -> Corpus:
+        """Return the labeled texts of the other domains."""
+        return self.corpus.part(self.domains.others(self.domains.names.index(domain)), f"all but {domain}")
+
+    def train_source(self, task: SourceTask, report: Report) -> None:
+        """Train the source model without one domain, and write its run directory."""
+        path = self.source_model_path(task)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows, _ = self.pool(task.domain)
+        given = {**self.settings_of(task.method), "steps": 0, "left_out_models": 0, "target_class_prior": "none"}
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
+            adapt(
+                self.others(task.domain), self.corpus.part(rows, task.domain).unlabeled(), model=self.model, method=task.method,
+                preset=self.preset_of(task.method), output=Path(temporary, "run"), progress=_Reported(report, "source"),
+                **given,
+            )  # fmt: skip
+            with contextlib.suppress(OSError):  # another process was first
+                Path(temporary, "run").rename(path)
+
+    def run_trial(self, trial: Trial, report: Report = lambda fraction: None) -> TrialOutputs:
+        """Adapt to the domain without its labels, and return what the candidates compute."""
+        rows, labels = self.pool(trial.domain, trial.rare)
+        target = self.corpus.part(rows, trial.domain).unlabeled()
+        recorder = Recorder()
+        given = self.settings_of(trial.method)
+        given |= {
+            "learning_rate": trial.learning_rate, "target_class_prior": trial.prior, "epochs": float(self.epochs),
+            "evaluations": self.epochs, "evaluation_texts": SCORED_TEXTS, "left_out_models": 0, "checkpoint_seconds": 1e9,
+        }  # fmt: skip
+        started = time.monotonic()
+        adapted = adapt(
+            self.others(trial.domain), target, model=self.model, method=trial.method, preset=self.preset_of(trial.method),
+            source_model=Adapted.load(self.source_model_path(self.source_task(trial))), on_candidate=recorder,
+            progress=_Reported(report, "adapt"), **given,
+        )  # fmt: skip
+        return recorder.outputs(trial, labels, adapted.record, time.monotonic() - started, self.epochs)
+
+
+class Recorder:
+    """Keeps the outputs of all candidates of a run."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros(0, dtype=np.int64)
+        self.steps: list[int] = []
+        self.candidates: list[CandidateOutputs] = []
+
+    def __call__(self, step: int, rows: np.ndarray, outputs: CandidateOutputs) -> None:
+        """Keep the outputs of one candidate."""
+        self.rows = rows
+        self.steps.append(step)
+        self.candidates.append(outputs)
+
+    def outputs(self, trial: Trial, labels: np.ndarray, record: Mapping[str, Any], seconds: float, epochs: int) -> TrialOutputs:
+        """Return all of them with the labels, [N] by row of the target."""
+        prior = record["target_class_prior"]
+        return TrialOutputs(
+            trial,
+            epochs=np.array(self.steps) * epochs / max(1, self.steps[-1]),
+            infomax=np.array([entry["infomax"] for entry in record["selection"]["candidates"]]),
+            logits=np.stack([candidate.target_logits for candidate in self.candidates]).astype(np.float32),
+            labels=labels[self.rows],
+            held_out_logits=np.stack([candidate.source_logits for candidate in self.candidates]).astype(np.float32),
+            held_out_labels=self.candidates[0].source_labels,
+            assumed_shares=None if prior is None else np.array(list(prior["shares"].values())),
+            seconds=round(seconds, 2),
+            machine=machine(record["resolved"]["device"]),
+        )
+
+
+def has_own_head(method: str) -> bool:
+    """Return whether a method changes the classifier before any training, and so needs a source model of its own."""
+    return methods.get(method).prepare_model.__func__ is not Method.prepare_model.__func__  # type: ignore[attr-defined]
+
+
+class _Reported(Progress):
+    """A progress that shows nothing and reports the done share of one stage."""
+
+    def __init__(self, report: Report, stage: str) -> None:
+        super().__init__(Console(file=io.StringIO()), quiet=True)
+        self._report, self._reported_stage = report, stage
+
+    def advance(self, done: int, figures: Mapping[str, float] | None = None) -> None:
+        """Report the share that is done."""
+        if self._stage == self._reported_stage and self._total:
+            self._report(done / self._total)
+
+
+@contextlib.contextmanager
+def quiet_logging() -> Iterator[None]:
+    """Drop the log messages of the runs inside: a rehearsal tells its own."""
+    logger = logging.getLogger("mtem")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
