@@ -123,7 +123,7 @@ def cluster(features: np.ndarray, seed: int) -> np.ndarray:
     for count in range(min(MOST_CLUSTERS, len(features) // FEWEST_IN_CLUSTER), 1, -1):
         numbers = KMeans(count, n_init=4, random_state=seed).fit_predict(directions)
         if np.bincount(numbers, minlength=count).min() >= FEWEST_IN_CLUSTER:
-            return numbers.astype(np.int64)
+            return np.asarray(numbers, dtype=np.int64)
     return np.zeros(len(features), dtype=np.int64)
 
 

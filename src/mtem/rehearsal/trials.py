@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import logging
-import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from mtem import methods, settings
+from mtem import methods
 from mtem.atomic import read_json, write_json
 from mtem.data.corpus import Corpus
-from mtem.data.loading import load_corpus
 from mtem.methods.base import Method
 from mtem.progress import Progress
 from mtem.rehearsal.domains import Domains, keep_rows
-from mtem.run.adapt import adapt, find_settings
+from mtem.rehearsal.plan import Plan
+from mtem.run.adapt import adapt
 from mtem.run.record import machine
 from mtem.run.result import Adapted
 from mtem.selection.criteria import CandidateOutputs
@@ -38,6 +38,7 @@ from mtem.tensors import read_tensors, write_tensors
 
 MOST_TEXTS = 5000  # of a domain that are adapted to
 SCORED_TEXTS = 2000  # of these, at most so many are scored
+FEWEST_RARE = 30  # texts of a class that is made rarer
 SHARED_SOURCE = "source-only"  # the method whose source model all methods with a plain head share
 
 Report = Callable[[float], None]
@@ -130,12 +131,9 @@ class TrialOutputs:
         write_json(folder / f"{self.trial.name}.json", record | {"seconds": self.seconds, "machine": self.machine})
 
     @classmethod
-    def read(cls, folder: Path, trial: Trial) -> TrialOutputs | None:
-        """Return a trial that was written; None if it was not."""
-        path = folder / f"{trial.name}.json"
-        if not path.is_file():
-            return None
-        record = read_json(path)
+    def read(cls, folder: Path, trial: Trial) -> TrialOutputs:
+        """Return a trial that was written."""
+        record = read_json(folder / f"{trial.name}.json")
         tensors = read_tensors(folder / f"{trial.name}.safetensors")
         shares = record["assumed_shares"]
         arrays = {name: tensors[name].numpy() for name in _ARRAYS}
@@ -154,31 +152,20 @@ class Work:
 
     Parameters
     ----------
-    source, columns
-        The labeled texts, as `load_corpus` takes them, and the names of their columns.
+    corpus
+        The labeled texts.
     domains
         What stands for the target.
-    model, preset, given
-        As for `adapt`. Settings that a method does not have are left out for it.
-    epochs
-        Passes of a trial, a candidate after each.
+    plan
+        What is compared; a trial has a candidate after each of its passes.
     folder
         Where source models and trials are written.
     """
 
-    source: Any
-    columns: Mapping[str, str | None]
+    corpus: Corpus
     domains: Domains
-    model: str | os.PathLike[str]
-    preset: str
-    given: Mapping[str, Any]
-    epochs: int
+    plan: Plan
     folder: Path
-    _corpus: Corpus | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what another process loads for itself."""
-        return {**self.__dict__, "_corpus": None}
 
     def __call__(self, task: SourceTask | Trial, report: Report = lambda fraction: None) -> None:
         """Run one task and write its result."""
@@ -188,22 +175,26 @@ class Work:
             else:
                 self.run_trial(task, report).write(self.trial_folder(task.domain))
 
-    @property
-    def corpus(self) -> Corpus:
-        """The labeled texts."""
-        if self._corpus is None:
-            self._corpus = load_corpus(self.source, labeled=True, **self.columns)
-        return self._corpus
-
     def is_done(self, task: SourceTask | Trial) -> bool:
         """Return whether the result of a task was written."""
         if isinstance(task, SourceTask):
             return (self.source_model_path(task) / "run.json").is_file()
         return (self.trial_folder(task.domain) / f"{task.name}.json").is_file()
 
+    def read(self, trial: Trial) -> TrialOutputs:
+        """Return the outputs of a trial that is done."""
+        return TrialOutputs.read(self.trial_folder(trial.domain), trial)
+
+    def size(self, task: SourceTask | Trial) -> int:
+        """Return the number of texts that a task passes through, for the progress."""
+        number = self.domains.names.index(task.domain)
+        if isinstance(task, SourceTask):
+            return len(self.domains.others(number))
+        return len(self.pool(task.domain, task.rare)[0]) * self.plan.epochs
+
     def trial_folder(self, domain: str) -> Path:
         """Return the folder of the trials with this domain."""
-        return self.folder / "trials" / f"{self.domains.names.index(domain)}"
+        return self.folder / "trials" / f"{self.domains.names.index(domain)}-{self.plan.epochs}-passes"
 
     def source_model_path(self, task: SourceTask) -> Path:
         """Return the run directory of a source model."""
@@ -213,28 +204,23 @@ class Work:
         """Return the training of the source model that a trial begins from."""
         return SourceTask(trial.domain, trial.method if has_own_head(trial.method) else SHARED_SOURCE)
 
-    def settings_of(self, method: str) -> dict[str, Any]:
-        """Return the given settings that the method, or the run, has."""
-        accepted = settings.names(*map(type, find_settings(self.model, method, self.preset_of(method), {})))
-        return {name: value for name, value in self.given.items() if name in accepted}
+    def remove_intermediate(self) -> None:
+        """After a finished rehearsal, remove the source models; the outputs of the trials stay."""
+        shutil.rmtree(self.folder / "source-models", ignore_errors=True)
 
-    def preset_of(self, method: str) -> str:
-        """Return the preset, or "recommended" for a method that does not have it."""
-        return self.preset if self.preset in methods.get(method).presets else "recommended"
-
-    @property
-    def seed(self) -> int:
-        """The seed of the run."""
-        return int(self.given.get("seed", 0))
+    def can_be_rarer(self, domain: str, rare: str) -> bool:
+        """Return whether the domain has enough texts of a class to take two thirds of them out."""
+        labels = self.pool(domain)[1]
+        return bool((labels == self.corpus.classes.index(rare)).sum() >= FEWEST_RARE)
 
     def pool(self, domain: str, rare: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Return rows and class numbers of the texts of a domain that are adapted to."""
         corpus = self.corpus
         rows = self.domains.rows(self.domains.names.index(domain))
-        rows = np.sort(np.random.default_rng([self.seed, 0xD0]).permutation(rows)[:MOST_TEXTS])
+        rows = np.sort(np.random.default_rng([self.plan.seed, 0xD0]).permutation(rows)[:MOST_TEXTS])
         labels = corpus.label_numbers(corpus.classes)[rows]
         if rare:
-            kept = keep_rows(labels, corpus.classes.index(rare), self.seed)
+            kept = keep_rows(labels, corpus.classes.index(rare), self.plan.seed)
             rows, labels = rows[kept], labels[kept]
         return rows, labels
 
@@ -247,11 +233,11 @@ class Work:
         path = self.source_model_path(task)
         path.parent.mkdir(parents=True, exist_ok=True)
         rows, _ = self.pool(task.domain)
-        given = {**self.settings_of(task.method), "steps": 0, "left_out_models": 0, "target_class_prior": "none"}
+        given = {**self.plan.settings_of(task.method), "steps": 0, "left_out_models": 0, "target_class_prior": "none"}
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
             adapt(
-                self.others(task.domain), self.corpus.part(rows, task.domain).unlabeled(), model=self.model, method=task.method,
-                preset=self.preset_of(task.method), output=Path(temporary, "run"), progress=_Reported(report, "source"),
+                self.others(task.domain), self.corpus.part(rows, task.domain).unlabeled(), model=self.plan.model,
+                method=task.method, preset=self.plan.preset_of(task.method), output=Path(temporary, "run"), progress=_Reported(report, "source"),
                 **given,
             )  # fmt: skip
             with contextlib.suppress(OSError):  # another process was first
@@ -262,18 +248,19 @@ class Work:
         rows, labels = self.pool(trial.domain, trial.rare)
         target = self.corpus.part(rows, trial.domain).unlabeled()
         recorder = Recorder()
-        given = self.settings_of(trial.method)
+        given = self.plan.settings_of(trial.method)
         given |= {
-            "learning_rate": trial.learning_rate, "target_class_prior": trial.prior, "epochs": float(self.epochs),
-            "evaluations": self.epochs, "evaluation_texts": SCORED_TEXTS, "left_out_models": 0, "checkpoint_seconds": 1e9,
+            "learning_rate": trial.learning_rate, "target_class_prior": trial.prior, "epochs": float(self.plan.epochs),
+            "evaluations": self.plan.epochs, "evaluation_texts": SCORED_TEXTS, "left_out_models": 0, "checkpoint_seconds": 1e9,
         }  # fmt: skip
         started = time.monotonic()
         adapted = adapt(
-            self.others(trial.domain), target, model=self.model, method=trial.method, preset=self.preset_of(trial.method),
-            source_model=Adapted.load(self.source_model_path(self.source_task(trial))), on_candidate=recorder,
+            self.others(trial.domain), target, model=self.plan.model, method=trial.method,
+            preset=self.plan.preset_of(trial.method), on_candidate=recorder,
+            source_model=Adapted.load(self.source_model_path(self.source_task(trial))),
             progress=_Reported(report, "adapt"), **given,
         )  # fmt: skip
-        return recorder.outputs(trial, labels, adapted.record, time.monotonic() - started, self.epochs)
+        return recorder.outputs(trial, labels, adapted.record, time.monotonic() - started, self.plan.epochs)
 
 
 class Recorder:

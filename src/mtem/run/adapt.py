@@ -22,8 +22,8 @@ from mtem.methods.base import Method
 from mtem.models import encoders
 from mtem.models.base import Model, ModelSettings
 from mtem.progress import Progress
-from mtem.run.directory import RunDirectory
 from mtem.run.candidates import OnCandidate
+from mtem.run.directory import RunDirectory
 from mtem.run.pipeline import Observer, Run
 from mtem.run.result import Adapted
 from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out

@@ -26,7 +26,7 @@ class TrainingSettings:
     epochs: float = setting(2.0, "passes over the unlabeled texts in the adaptation", low=0.0)
     steps: int | None = setting(None, "steps of the adaptation, instead of epochs", low=0)
     stop_epochs: float | None = setting(
-        None, "passes after which the adaptation stops early, on the schedule of all epochs; a rehearsal sets it; none: at the end",
+        None, "passes after which the adaptation stops, on the schedule of all epochs; a rehearsal sets it; none: at the end",
         low=0.0,
     )  # fmt: skip
     learning_rate: float | None = setting(

@@ -1,0 +1,212 @@
+"""`mtem.rehearse`: check the request, run the trials, choose, write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtem import inference, models
+from mtem.atomic import read_json, write_json
+from mtem.data.corpus import Corpus, check_source
+from mtem.data.loading import load_corpus
+from mtem.errors import RequestError
+from mtem.methods.source_only import SourceOnly
+from mtem.models import encoders
+from mtem.progress import Progress
+from mtem.rehearsal.advice import analyse
+from mtem.rehearsal.domains import Domains, find_domains
+from mtem.rehearsal.figures import ACCURACY, check_metric
+from mtem.rehearsal.plan import Plan, make_plan
+from mtem.rehearsal.schedule import run_trials
+from mtem.rehearsal.trials import Work
+from mtem.run.adapt import Corpora, create_model, find_settings
+from mtem.run.record import by_class, now, versions
+from mtem.run.source_model import data_identity
+from mtem.selection.left_out import to_tensors
+from mtem.selection.rehearsed import LEFT_OUT, RECORD, Rehearsal
+from mtem.tensors import write_tensors
+from mtem.training.devices import find_device, find_precision
+
+logger = logging.getLogger(__name__)
+
+
+def rehearse(
+    source: Any,
+    *,
+    method: str | Sequence[str] = "mtem",
+    model: str | os.PathLike[str] = encoders.DEFAULT,
+    preset: str = "recommended",
+    metric: str = ACCURACY,
+    learning_rates: Sequence[float] | None = None,
+    class_priors: Sequence[str] | None = None,
+    rarer_classes: bool | None = None,
+    budget: float | None = None,
+    jobs: int = 1,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    text_column: str | None = None,
+    label_column: str | None = None,
+    progress: Progress | None = None,
+    **given: Any,
+) -> Rehearsal:
+    """Adapt to each source domain as if it had no labels, and see with its labels what that was worth.
+
+    Parameters
+    ----------
+    source
+        Labeled texts of at least two domains, as for `mtem.adapt`. With one domain, clusters of its texts stand for domains.
+    method
+        One or several methods to compare.
+    model, preset
+        As for `mtem.adapt`.
+    metric
+        What is compared: "accuracy", "macro-f1", or the F1 of a class, as "f1:rumour".
+    learning_rates
+        Of the adaptation; by default once and 2.5 times the method's own.
+    class_priors
+        Values of the setting `target_class_prior` to compare; by default the one of the model and preset.
+    rarer_classes
+        Also try each domain with two thirds of one class taken out, so that choices hold for other class shares. By default only
+        if several `class_priors` are compared: which one is best depends on the shares.
+    budget
+        Minutes. Passes, learning rates and methods are cut, in this order, until the forecast fits.
+    jobs
+        Number of processes. A script that asks for several must guard its main part with ``if __name__ == "__main__"``.
+    output
+        The folder to write. Without it nothing is written and nothing can be resumed.
+    resume
+        Continue the unfinished rehearsal in `output`.
+    text_column, label_column
+        Names of the columns, if they are not the usual ones.
+    progress
+        Where progress is shown; nowhere by default.
+    **given
+        Settings, as for `mtem.adapt`. A learning rate, a prior or a number of epochs given here is not varied.
+
+    Returns
+    -------
+    Rehearsal
+        To be given to ``mtem.adapt(..., rehearsal=...)``.
+
+    Raises
+    ------
+    RequestError
+        If the request is wrong, or the texts are too few.
+    RunError
+        If a source model could not be trained, or no trial succeeded.
+    """
+    started = time.monotonic()
+    progress = progress or Progress(quiet=True)
+    names = tuple(dict.fromkeys([method] if isinstance(method, str) else method))
+    plan = make_plan(names, model, preset, learning_rates, class_priors, rarer_classes, given)
+    columns = {"text_column": text_column, "label_column": label_column}
+    models.find(model, find_settings(model, names[0], plan.preset_of(names[0]), {}).model)
+    logger.info("reading the data")
+    corpus = load_corpus(source, labeled=True, name="source", **columns)
+    check_source(corpus)
+    check_metric(metric, corpus.classes)
+    request = describe_request(plan, corpus, str(model), metric)
+    path = Path(output) if output is not None else None
+    if path is not None and is_finished(path, resume, request):
+        logger.info("%s: this rehearsal is finished already", path)
+        return Rehearsal.load(path)
+    domains = find_domains(corpus, lambda: text_features(corpus, plan, progress), plan.seed)
+    for note in domains.notes:
+        logger.warning(note)
+    with contextlib.ExitStack() as stack:
+        folder = path or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-rehearsal-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RECORD, {"status": "running", **request})
+        work = Work(corpus, domains, plan, folder)
+        outputs, resolved, notes = run_trials(work, plan, jobs, budget, progress)
+        results, left_out = analyse(outputs, corpus.classes, metric, resolved)
+        record = {
+            "status": "done", **request, **describe_domains(domains, corpus), **results, "notes": [*domains.notes, *notes],
+            "seconds": round(time.monotonic() - started, 1), "finished": now(), "versions": versions(),
+            "machine": outputs[0].machine, "jobs": jobs,
+        }  # fmt: skip
+        record = json.loads(json.dumps(record, default=str))
+        if path is not None:
+            write_tensors(path / LEFT_OUT, to_tensors(left_out))
+            write_json(path / RECORD, record)
+            work.remove_intermediate()
+        for note in notes:
+            logger.warning(note)
+        return Rehearsal(record, left_out, path)
+
+
+def describe_request(plan: Plan, corpus: Corpus, model: str, metric: str) -> dict[str, Any]:
+    """Return the first part of rehearsal.json: what was asked for."""
+    return {
+        "model": model,
+        "preset": plan.preset,
+        "methods": list(plan.methods),
+        "metric": metric,
+        "learning_rates": plan.learning_rates,
+        "class_priors": plan.class_priors,
+        "rarer_classes": plan.rarer_classes,
+        "epochs": plan.epochs,
+        "settings": plan.given,
+        "classes": list(corpus.classes),
+        "unit": corpus.unit,
+        "data": list(corpus.files),
+    }
+
+
+def is_finished(path: Path, resume: bool, request: Mapping[str, Any]) -> bool:
+    """Return whether the rehearsal in `path` is finished. Refuse a folder with something else in it."""
+    if path.exists() and not path.is_dir():
+        raise RequestError(f"{path}: is a file; --output expects a folder")
+    record_path = path / RECORD
+    if not record_path.is_file():
+        if path.is_dir() and any(path.iterdir()):
+            raise RequestError(f"{path}: is not empty and holds no rehearsal; give another --output")
+        if resume:
+            logger.warning("%s: nothing to resume, so the rehearsal starts from the beginning", path)
+        return False
+    if not resume:
+        raise RequestError(f"{path}: holds another rehearsal; give another --output, or --resume to continue it")
+    old, new = read_json(record_path), json.loads(json.dumps(request, default=str))
+    for key in new:
+        was, is_now = (data_identity(entry[key]) if key == "data" else entry.get(key) for entry in (old, new))
+        if was != is_now:
+            what = "the source data have changed since" if key == "data" else f"{key} was {was} and is now {is_now}"
+            raise RequestError(f"{path}: cannot resume, {what}")
+    return bool(old["status"] == "done")
+
+
+def describe_domains(domains: Domains, corpus: Corpus) -> dict[str, Any]:
+    """Return what rehearsal.json says of the domains."""
+    labels = corpus.label_numbers(corpus.classes)
+    shares = {}
+    for number, name in enumerate(domains.names):
+        counts = np.bincount(labels[domains.rows(number)], minlength=len(corpus.classes))
+        shares[name] = {"texts": int(counts.sum()), "class_shares": by_class(corpus.classes, counts / max(1, counts.sum()))}
+    return {
+        "kind": domains.kind,
+        "domains": shares,
+        "rehearsed": [domains.names[number] for number in domains.rehearsed],
+    }
+
+
+def text_features(corpus: Corpus, plan: Plan, progress: Progress) -> np.ndarray:
+    """Return the untrained encoder's features of all texts, [N, D]."""
+    chosen = find_settings(plan.model, plan.methods[0], plan.preset_of(plan.methods[0]), plan.settings_of(plan.methods[0]))
+    device = find_device(chosen.training.device)
+    name = models.find(plan.model, chosen.model)
+    corpora = Corpora(corpus, corpus.unlabeled(), None)
+    network = create_model(name, corpora, chosen, SourceOnly, None, device, find_precision(chosen.training.precision, device))
+    encoded = network.encode(corpus)
+    with progress.stage(f"features of the {corpus.unit}", len(corpus)):
+        features = inference.compute_logits(network, encoded, features=True, progress=progress).features
+    assert features is not None
+    return features
