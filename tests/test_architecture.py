@@ -25,6 +25,7 @@ PACKAGES = (
     ("selection",),
     ("training",),
     ("run",),
+    ("rehearsal",),
     ("report",),
     ("cli",),
 )

@@ -13,16 +13,24 @@ from typing import TYPE_CHECKING, Any
 from mtem.errors import RequestError, RunError
 
 if TYPE_CHECKING:
+    from mtem.rehearsal.rehearse import rehearse
     from mtem.run.adapt import adapt
     from mtem.run.result import Adapted, load
+    from mtem.selection.rehearsed import Rehearsal
 
-__all__ = ["Adapted", "RequestError", "RunError", "adapt", "load"]
+__all__ = ["Adapted", "Rehearsal", "RequestError", "RunError", "adapt", "load", "rehearse"]
 
 # A library prints nothing: its messages go to the logger "mtem", which the command line shows.
 logging.getLogger("mtem").addHandler(logging.NullHandler())
 
 _MODULES = ("tsallis", "annealing", "schedules", "metagrad", "selection", "datasets", "metrics", "data", "methods", "models")
-_MODULE_OF = {"adapt": "mtem.run.adapt", "Adapted": "mtem.run.result", "load": "mtem.run.result"}
+_MODULE_OF = {
+    "adapt": "mtem.run.adapt",
+    "Adapted": "mtem.run.result",
+    "load": "mtem.run.result",
+    "rehearse": "mtem.rehearsal.rehearse",
+    "Rehearsal": "mtem.selection.rehearsed",
+}
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,11 @@ import typer
 from rich.text import Text
 
 from mtem.cli.console import Column, Quiet, logged_progress, out, parse_settings
+from mtem.cli.rehearse import BUDGET_HELP, default_jobs, listed, print_rehearsal, refuse_options
 from mtem.errors import RequestError
+from mtem.progress import Progress
+
+AUTO_METHODS = ("mtem", "fixmatch")  # what --method auto --rehearse compares
 
 
 def adapt(
@@ -26,10 +29,23 @@ def adapt(
     features: Annotated[
         str | None, typer.Option(help="With --model bigcn, the features of a post: tfidf, vectors or encoder.")
     ] = None,
-    method: Annotated[str, typer.Option(help="One of those that 'mtem methods' lists.")] = "mtem",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="One of those that 'mtem methods' lists. 'auto': the one a rehearsal recommends; with --rehearse several may be "
+            "named, separated by commas."
+        ),
+    ] = "mtem",
     source_model: Annotated[
         Path | None, typer.Option(help="The folder of another run: its source model is used, and none is trained.")
     ] = None,
+    rehearsal: Annotated[
+        Path | None, typer.Option(help="The folder of 'mtem rehearse': settings, stopping and the estimate come from it.")
+    ] = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Rehearse on the source domains first, into OUTPUT/rehearsal, and use the result.")
+    ] = False,
+    budget: Annotated[float | None, typer.Option(help=f"With --rehearse. {BUDGET_HELP}", min=0.0)] = None,
     preset: Annotated[
         str, typer.Option(help="'recommended', or 'paper': the algorithm and constants as printed.")
     ] = "recommended",
@@ -54,6 +70,8 @@ def adapt(
 
     mtem adapt --source books.csv --target kitchen.csv --target-labeled few.csv --set epochs=3 --output run/
 
+    mtem adapt --source books.csv --source dvd.csv --target kitchen.csv --rehearse --method mtem,fixmatch --output run/
+
     mtem adapt --source books.csv --target kitchen.csv --output run/ --resume
 
     mtem adapt --source charliehebdo.jsonl --source ottawashooting.jsonl --target ferguson.jsonl --model bigcn --output run/
@@ -70,16 +88,57 @@ def adapt(
     if features is not None and model not in models.names("features"):
         suitable = " or ".join(models.names("features"))
         raise RequestError(f"--features {features}: --model {model} has no features of posts; use --model {suitable}")
-    for name in given:
-        if name in inspect.signature(run_adapt).parameters:
-            raise RequestError(f"--set {name}={given[name]}: '{name}' is an option, not a setting; see 'mtem adapt --help'")
+    refuse_options(given, run_adapt, "adapt")
+    if rehearse and rehearsal is not None:
+        raise RequestError("--rehearse and --rehearsal: give one of them; --rehearsal takes a rehearsal that was made before")
+    if budget is not None and not rehearse:
+        raise RequestError("--budget: only with --rehearse")
     with logged_progress(quiet) as progress:
+        columns = {"text_column": text_column, "label_column": label_column}
+        if rehearse:
+            check_available(output, resume)
+            rehearsal, method = rehearse_first(
+                source, method, output, resume, budget, progress, {"model": model, "preset": preset, **columns, **given}
+            )
         adapted = run_adapt(
-            source, target, target_labeled=target_labeled or None,
-            model=model, method=method, preset=preset, source_model=source_model, output=output, resume=resume,
-            text_column=text_column, label_column=label_column, progress=progress, **given,
+            source, target, target_labeled=target_labeled or None, model=model, method=method, preset=preset,
+            source_model=source_model, rehearsal=rehearsal, output=output, resume=resume, progress=progress, **columns, **given,
         )  # fmt: skip
     print_summary(adapted.record, output)
+
+
+def check_available(output: Path, resume: bool) -> None:
+    """Refuse an output folder before the rehearsal begins."""
+    from mtem.run.directory import RunDirectory
+
+    RunDirectory(output).check_available(resume)
+
+
+def rehearse_first(
+    source: list[Path], method: str, output: Path, resume: bool, budget: float | None, progress: Progress, options: dict[str, Any]
+) -> tuple[Path | None, str]:
+    """Rehearse into the output folder; return the rehearsal's folder and the method, or none if the texts are too few."""
+    from mtem.data.loading import load_corpus
+    from mtem.rehearsal.domains import FEWEST_LABELED
+    from mtem.rehearsal.plan import OWN
+    from mtem.rehearsal.rehearse import rehearse
+    from mtem.run.directory import REHEARSAL
+
+    names = [*AUTO_METHODS] if method == "auto" else listed(method)
+    texts = load_corpus(source, labeled=True, text_column=options["text_column"], label_column=options["label_column"])
+    if len(texts) < FEWEST_LABELED:
+        progress.notice(
+            f"no rehearsal: {len(texts)} labeled {texts.unit} are fewer than {FEWEST_LABELED}; the documented defaults are used"
+        )
+        return None, names[0]
+    folder = output / REHEARSAL
+    options = {name: value for name, value in options.items() if name not in OWN}
+    rehearsal = rehearse(
+        source, method=names, output=folder, resume=resume or folder.exists(), budget=budget, jobs=default_jobs(options),
+        progress=progress, **options,
+    )  # fmt: skip
+    print_rehearsal(rehearsal, progress.console)
+    return folder, "auto" if method == "auto" or len(names) > 1 else method
 
 
 def print_summary(record: dict[str, Any], output: Path) -> None:

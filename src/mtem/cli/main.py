@@ -22,6 +22,11 @@ from mtem.errors import DiskFullError, RequestError, RunError
 # name -> (module, function, the first line of its help)
 COMMANDS = {
     "adapt": ("mtem.cli.adapt", "adapt", "Train on labeled texts of source domains, adapt to unlabeled texts of a new one."),
+    "rehearse": (
+        "mtem.cli.rehearse",
+        "rehearse",
+        "See on your own source domains what adaptation is worth, and which settings are.",
+    ),
     "predict": ("mtem.cli.predict", "predict", "Add a prediction and its confidence to every row of a file, of any size."),
     "evaluate": ("mtem.cli.evaluate", "evaluate", "Measure accuracy, macro-F1 and more on labeled texts."),
     "methods": ("mtem.cli.methods", "methods", "List what can be given to --method."),
@@ -34,6 +39,7 @@ COMMANDS = {
 INTERRUPTED = 130  # exit code of typer for Ctrl-C
 CONTINUE = {
     "adapt": "; the same command with --resume continues",
+    "rehearse": "; the same command with --resume continues",
     "demo": "; the same command continues from here",
     "reproduce": "; the same command continues from here",
 }
@@ -103,7 +109,7 @@ def main() -> None:
     except RequestError as error:
         _fail(str(error), 2)
     except RunError as error:
-        resume = isinstance(error, DiskFullError) and _command() == "adapt"  # the others just run again
+        resume = isinstance(error, DiskFullError) and _command() in ("adapt", "rehearse")  # the others just run again
         _fail(str(error) + (" with --resume" if resume else ""), 1)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)

@@ -14,7 +14,7 @@ from mtem.rehearsal.trials import TrialOutputs
 from mtem.selection.calibration import calibrate
 from mtem.selection.criteria import LAST
 from mtem.selection.left_out import DOMAIN, LeftOut
-from mtem.selection.rehearsed import Advice
+from mtem.selection.rehearsed import SOURCE_ONLY, Advice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,7 @@ def analyse(
     advice = {name: advise(choices[name], scored, resolved) for name in names}
     best = max(names, key=lambda name: choices[name].score)  # the first of equal ones
     recommended, why = recommend(best, choices)
+    advice[SOURCE_ONLY] = without_adapting(advice[best])
     left_out = left_out_logits(scored)
     return {
         "recommended": recommended,
@@ -78,7 +79,7 @@ def recommend(best: str, choices: Mapping[str, Choice]) -> tuple[str, str]:
     choice = choices[best]
     where = f"the mean of {len(choice.gains)} rehearsed domain{'s' if len(choice.gains) > 1 else ''}"
     if not choice.epoch:
-        return "source-only", f"no method was better than the source model in {where}"
+        return SOURCE_ONLY, f"no method was better than the source model in {where}"
     interval = "" if choice.low is None else f" ({choice.low:+.3f} to {choice.high:+.3f})"
     why = f"{best} gained {choice.mean:+.3f}{interval} in {where}"
     others = sorted((name for name in choices if name != best), key=lambda name: -choices[name].score)
@@ -106,6 +107,16 @@ def advise(choice: Choice, scored: Sequence[Scored], resolved: Mapping[str, Any]
         errors_before=estimate_errors(whole, 0.0), errors_after=estimate_errors(whole, choice.epoch),
         temperature_before=temperature(whole, 0.0), temperature_after=temperature(whole, choice.epoch),
         shares=[shares.min(axis=0).tolist(), shares.max(axis=0).tolist()], confidence=[min(confidences), max(confidences)],
+    )  # fmt: skip
+
+
+def without_adapting(advice: Advice) -> Advice:
+    """Return the advice for the source model as it is, from that for a method."""
+    settings = {name: advice.settings[name] for name in ("target_class_prior", "frozen_layers")}
+    return dataclasses.replace(
+        advice, method=SOURCE_ONLY, settings=settings, adapt=False, gains=dict.fromkeys(advice.gains, 0.0), mean=0.0, low=0.0,
+        high=0.0, score=advice.score - advice.mean, errors_after=advice.errors_before,
+        temperature_after=advice.temperature_before,
     )  # fmt: skip
 
 

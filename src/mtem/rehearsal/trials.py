@@ -237,7 +237,8 @@ class Work:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
             adapt(
                 self.others(task.domain), self.corpus.part(rows, task.domain).unlabeled(), model=self.plan.model,
-                method=task.method, preset=self.plan.preset_of(task.method), output=Path(temporary, "run"), progress=_Reported(report, "source"),
+                method=task.method, preset=self.plan.preset_of(task.method), output=Path(temporary, "run"),
+                progress=_Reported(report, "source"),
                 **given,
             )  # fmt: skip
             with contextlib.suppress(OSError):  # another process was first

@@ -28,9 +28,15 @@ from mtem.run.pipeline import Observer, Run
 from mtem.run.result import Adapted
 from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out
 from mtem.selection import diagnostics
+from mtem.selection.diagnostics import advised_against, not_rehearsed, other_texts
+from mtem.selection.left_out import LeftOut
+from mtem.selection.rehearsed import SOURCE_ONLY, Advice, Rehearsal
 from mtem.training.devices import find_device, find_precision
 from mtem.training.settings import TrainingSettings
 
+AUTO = "auto"
+# What a rehearsal can choose; run.json says for each where its value comes from.
+CHOICES = ("learning_rate", "epochs", "stop_epochs", "target_class_prior", "criterion", "frozen_layers")
 FREE_ON_RESUME = {"checkpoint_seconds", "log_every"}  # settings that may differ when a run is resumed
 
 logger = logging.getLogger(__name__)
@@ -65,6 +71,7 @@ def adapt(
     method: str = "mtem",
     preset: str = "recommended",
     source_model: Adapted | str | os.PathLike[str] | None = None,
+    rehearsal: Rehearsal | str | os.PathLike[str] | None = None,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     observe: Observer | None = None,
@@ -85,9 +92,13 @@ def adapt(
     model
         An encoder (a packaged name, a directory, or a Hugging Face name), or "bigcn" for threads.
     method, preset
-        See `mtem methods`. A preset sets many settings at once; settings given by name come on top.
+        See `mtem methods`. A preset sets many settings at once; settings given by name come on top. With a rehearsal the method
+        may be "auto": the one that it recommends.
     source_model
         The result of an earlier adaptation, or its run directory: its source model is used instead of training one.
+    rehearsal
+        The result of `mtem.rehearse`, or its folder: learning rate, passes, assumed class shares, the end of the run, the
+        estimate's correction and the temperature come from it, unless given by name.
     output
         The run directory. Without it nothing is written and nothing can be resumed.
     resume
@@ -117,8 +128,11 @@ def adapt(
         If the run failed; it can be resumed if it has an `output`.
     """
     progress = progress or Progress(quiet=True)
+    if rehearsal is not None and not isinstance(rehearsal, Rehearsal):
+        rehearsal = Rehearsal.load(rehearsal)
+    method, advice, choices = find_choices(method, model, preset, rehearsal, given)
     method_cls, model_cls = methods.get(method), models.get_class(model)
-    chosen = find_settings(model, method, preset, given)
+    chosen = find_settings(model, method, preset, {**({} if advice is None else advice.settings), **given})
     device = find_device(chosen.training.device)
     precision = find_precision(chosen.training.precision, device)
     path = Path(output) if output is not None else None
@@ -131,6 +145,7 @@ def adapt(
     columns = {"text_column": text_column, "label_column": label_column}
     corpora = load_corpora(source, target, target_labeled, method_cls, model_cls, columns)
     request = describe_request(corpora, chosen, method=method, preset=preset, model=str(model), source_model=source_model)
+    request |= {"choices": choices, "rehearsal": None if rehearsal is None else describe_rehearsal(rehearsal, request)}
     if resume and path is not None and is_finished(RunDirectory(path), request):
         logger.info("%s: this run is finished already", path)
         return Adapted.load(path)
@@ -139,7 +154,8 @@ def adapt(
         workspace = None if path is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
         run = Run(
             network, method_cls, chosen.training, chosen.method, *corpora, RunDirectory(path, workspace), progress, request,
-            observe=observe, on_candidate=on_candidate, left_out=matching_left_out(source_model, request),
+            observe=observe, on_candidate=on_candidate, advice=advice,
+            left_out=rehearsed_left_out(rehearsal, request) or matching_left_out(source_model, request),
         )  # fmt: skip
         return run.run(resume)
 
@@ -153,6 +169,63 @@ def find_settings(model: str | os.PathLike[str], method: str, preset: str, given
     values |= {name: value for name, value in model_cls.presets.get(preset, {}).items() if name in values}
     classes = {"training": TrainingSettings, "method": method_cls.Settings, "model": model_cls.Settings}
     return AdaptSettings(**settings.build(classes, {**values, **given}))
+
+
+def find_choices(
+    method: str,
+    model: str | os.PathLike[str],
+    preset: str,
+    rehearsal: Rehearsal | None,
+    given: Mapping[str, Any],
+) -> tuple[str, Advice | None, dict[str, Any]]:
+    """Return the method, what a rehearsal advises for it, and where every choice comes from, for run.json.
+
+    Raises
+    ------
+    RequestError
+        If the method is "auto" and there is no rehearsal.
+    """
+    origin = "given" if method != AUTO else "rehearsal"
+    if method == AUTO:
+        if rehearsal is None:
+            raise RequestError(f"--method {AUTO}: needs a rehearsal that recommends a method; give --rehearsal or --rehearse")
+        method = rehearsal.method
+        logger.info("method %s: %s", method, rehearsal.why)
+    advice = None if rehearsal is None else rehearsal.advice(method)
+    if rehearsal is not None and advice is None and method != SOURCE_ONLY:
+        logger.warning(not_rehearsed(method, rehearsal.methods))
+    elif advice is not None and not advice.adapt and method != SOURCE_ONLY:
+        logger.warning(advised_against(method))
+    settings_of = {} if advice is None else advice.settings
+    preset_values = {**models.get_class(model).defaults, **methods.get(method).presets.get(preset, {})}
+    choices: dict[str, Any] = {"method": origin}
+    for name in CHOICES:
+        if name in given:
+            choices[name] = "given"
+        elif name in settings_of:
+            choices[name] = "rehearsal"
+        else:
+            choices[name] = f"preset {preset}" if name in preset_values else "default"
+    return method, advice, choices
+
+
+def describe_rehearsal(rehearsal: Rehearsal, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what run.json says of the rehearsal. Refuse one of another model; warn if it had other source texts."""
+    rehearsal.check(request["model"], request["classes"])
+    same = data_identity(rehearsal.record["data"]) == data_identity(request["data"]["source"])
+    if not same:
+        logger.warning(other_texts(str(rehearsal.path or "the rehearsal")))
+    return {
+        "path": None if rehearsal.path is None else str(rehearsal.path), "same_texts": same,
+        "domains": rehearsal.record["rehearsed"], "recommended": rehearsal.method, "why": rehearsal.why,
+    }  # fmt: skip
+
+
+def rehearsed_left_out(rehearsal: Rehearsal | None, request: Mapping[str, Any]) -> list[LeftOut] | None:
+    """Return the logits of the rehearsal's source models, if it had the same source texts and the target has no labeled ones."""
+    if rehearsal is None or not request["rehearsal"]["same_texts"] or request["data"]["target_labeled"]:
+        return None
+    return rehearsal.left_out()
 
 
 def load_corpora(

@@ -7,6 +7,7 @@
     run/history.jsonl                  one line per logged step
     run/indexes.parquet                every target text with its entropy index, prediction and confidence
     run/checkpoints/source.safetensors the weights before the adaptation
+    run/rehearsal/                     the rehearsal, if the run was asked to rehearse first
     run/checkpoints/                   during the run: step-N/, best-N.safetensors, frozen-*.npy, left-out-N.safetensors
 
 Each file is written whole or not at all. ``run.json`` is written last.
@@ -32,6 +33,7 @@ from mtem.tensors import read_tensors, write_tensors
 from mtem.training.checkpoints import Checkpoints
 
 ROWS_PER_GROUP = 50_000  # of indexes.parquet
+REHEARSAL = "rehearsal"  # folder of a rehearsal that was made for the run
 SOURCE = "source"  # name of the weights before the adaptation
 
 
@@ -98,7 +100,7 @@ class RunDirectory:
         path = self.root
         if path.exists() and not path.is_dir():
             raise RequestError(f"{path}: is a file; --output expects a folder")
-        occupied = path.is_dir() and any(path.iterdir())
+        occupied = path.is_dir() and any(entry.name != REHEARSAL for entry in path.iterdir())
         if resume and not self.record_path.exists():
             if occupied:
                 raise RequestError(f"{path}: holds no run to resume and is not empty; give another --output")

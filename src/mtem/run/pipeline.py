@@ -28,6 +28,7 @@ from mtem.selection import accuracy_estimate, diagnostics, priors
 from mtem.selection.accuracy_estimate import Estimate
 from mtem.selection.criteria import CandidateOutputs
 from mtem.selection.left_out import FOLD, LeftOut, Part, find_parts
+from mtem.selection.rehearsed import Advice, correct_estimate, outside_warnings
 from mtem.training import checkpoints
 from mtem.training.settings import TrainingSettings, find_learning_rates
 from mtem.training.streams import Stream
@@ -61,7 +62,9 @@ class Run:
     on_candidate
         Called with the step, the evaluated target rows and the outputs of every candidate, the source model among them.
     left_out
-        Logits of left-out models that came with the source model.
+        Logits of left-out models that came with the source model or with a rehearsal.
+    advice
+        What a rehearsal advises for the method.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Run:
         observe: Observer | None = None,
         on_candidate: OnCandidate | None = None,
         left_out: list[LeftOut] | None = None,
+        advice: Advice | None = None,
     ) -> None:
         if training.target_class_prior == "labeled" and target_labeled is None:
             raise RequestError(
@@ -87,7 +91,7 @@ class Run:
             )
         self.model, self.method_cls, self.settings, self.method_settings = model, method_cls, training, method_settings
         self.directory, self.progress, self.request, self.observe = directory, progress, request, observe
-        self.on_candidate = on_candidate
+        self.on_candidate, self.advice = on_candidate, advice
         self.source_learning_rate, self.learning_rate = find_learning_rates(training, model.default_learning_rates())
         self.generator = torch.Generator().manual_seed(training.seed)
         self.started = self.saved = time.monotonic()
@@ -178,6 +182,10 @@ class Run:
             inputs.class_shares, before.target_logits, after.target_logits, len(inputs.target), inputs.classes,
             held_out=len(inputs.held_out_rows), unit=inputs.unit,
         )  # fmt: skip
+        if self.advice is not None:
+            shares = predicted_shares(before_corrected.target_logits)
+            confidence = float(inference.probabilities(before_corrected.target_logits).max(axis=1).mean())
+            warnings += outside_warnings(self.advice, inputs.classes, shares, confidence, inputs.unit)
         if self.last_step and step == 0:
             score = self.candidates.entries[0]["score"]
             warnings.insert(0, diagnostics.source_model_kept(self.settings.criterion, score))
@@ -245,12 +253,21 @@ class Run:
     ) -> dict[str, Estimate | None]:
         """Return the accuracy estimates of the source model ("before") and of the chosen one ("after")."""
         uncorrected = self.estimate(before)
-        if after is before:
-            return {"before": uncorrected, "after": uncorrected}
         shares = self.candidates.prior.shares
-        anchor = self.estimate(before_corrected, shares) if adapted else None
-        reference = None if anchor is None else (anchor, before_corrected.target_logits)
-        return {"before": uncorrected, "after": self.estimate(after, shares, reference)}
+        if after is before:
+            estimated = uncorrected
+        else:
+            anchor = self.estimate(before_corrected, shares) if adapted else None
+            reference = None if anchor is None else (anchor, before_corrected.target_logits)
+            estimated = self.estimate(after, shares, reference)
+        if self.advice is None or self.inputs.target_labeled_stream is not None:  # labeled target texts are better evidence
+            return {"before": uncorrected, "after": estimated}
+        errors = self.advice.errors_after if adapted else self.advice.errors_before
+        before_errors = self.advice.errors_before if shares is None else {}  # a rehearsal with a prior estimates with it
+        return {
+            "before": uncorrected and correct_estimate(uncorrected, before_errors),
+            "after": estimated and correct_estimate(estimated, errors),
+        }
 
     def estimate(
         self,
@@ -272,7 +289,7 @@ class Run:
 
         Afterwards the model has other weights.
         """
-        if self.request["source_model"] or not self.source_steps:
+        if self.left_out or self.request["source_model"] or not self.source_steps:
             return
         inputs = self.inputs
         parts = find_parts(

@@ -133,3 +133,21 @@ def no_estimate(record: dict[str, Any]) -> str:
 def text_cut(max_length: int, longest: int) -> str:
     """Return the warning that the encoder takes fewer tokens than the setting `max_length`."""
     return f"max_length={max_length}: the encoder takes {longest} tokens; longer texts are truncated"
+
+
+def not_rehearsed(method: str, tried: Sequence[str]) -> str:
+    """Return the warning that a rehearsal has not tried the method."""
+    return f"the rehearsal did not try {method} (it tried {', '.join(tried)}); its defaults are used"
+
+
+def advised_against(method: str) -> str:
+    """Return the warning that a rehearsal advises against adapting."""
+    return (
+        f"the rehearsal advises against adapting with {method}: on average over the rehearsed domains it was never better than "
+        "the source model, which is kept. To adapt nevertheless, set stop_epochs"
+    )
+
+
+def other_texts(rehearsal: str) -> str:
+    """Return the warning that a rehearsal had other source texts."""
+    return f"{rehearsal}: was rehearsed with other source texts; its choices are used, but they were made for those"

@@ -18,6 +18,7 @@ from mtem.selection.accuracy_estimate import Estimate
 from mtem.selection.left_out import LeftOut, from_tensors
 from mtem.tensors import read_tensors
 
+SOURCE_ONLY = "source-only"
 RECORD, LEFT_OUT = "rehearsal.json", "left-out.safetensors"
 # The spread of estimate errors over domains before any was seen: a deviation of 3 points, worth three domains.
 ASSUMED_ERROR, ASSUMED_DOMAINS = 0.03, 3
@@ -120,7 +121,7 @@ class Rehearsal:
     @property
     def methods(self) -> list[str]:
         """The methods that were tried."""
-        return list(self.record["advice"])
+        return [name for name in self.record["advice"] if name != SOURCE_ONLY]
 
     def advice(self, method: str) -> Advice | None:
         """Return the advice for a method; None if it was not tried."""
