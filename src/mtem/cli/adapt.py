@@ -94,7 +94,7 @@ def adapt(
     if budget is not None and not rehearse:
         raise RequestError("--budget: only with --rehearse")
     with logged_progress(quiet) as progress:
-        columns = {"text_column": text_column, "label_column": label_column}
+        columns: dict[str, Any] = {"text_column": text_column, "label_column": label_column}
         if rehearse:
             check_available(output, resume)
             rehearsal, method = rehearse_first(

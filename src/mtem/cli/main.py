@@ -25,7 +25,7 @@ COMMANDS = {
     "rehearse": (
         "mtem.cli.rehearse",
         "rehearse",
-        "See on your own source domains what adaptation is worth, and which settings are.",
+        "See on your own source domains what adaptation is worth, and how.",
     ),
     "predict": ("mtem.cli.predict", "predict", "Add a prediction and its confidence to every row of a file, of any size."),
     "evaluate": ("mtem.cli.evaluate", "evaluate", "Measure accuracy, macro-F1 and more on labeled texts."),

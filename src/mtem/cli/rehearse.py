@@ -49,7 +49,7 @@ def rehearse(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished rehearsal in --output.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """See on your own source domains what adaptation is worth, and which settings are best.
+    """See on your own source domains what adaptation is worth, and how.
 
     Each source domain stands for the target once: its labels are hidden, a model of the other domains is adapted to it, and then
     its labels tell what that was worth.
