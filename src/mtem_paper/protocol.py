@@ -22,7 +22,7 @@ UNSUPERVISED = "unsupervised"
 SETTINGS = (UNSUPERVISED, SEMI_SUPERVISED)
 FACTORS = (1.0, 2.5)  # the search: learning rates of the adaptation, relative to the variant's own
 # Settings that no score depends on, or that the search and the seed set.
-FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "learning_rate", "seed")
+FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "calibrate", "learning_rate", "seed")
 
 # ---------------------------------------------------------------------- data sets
 

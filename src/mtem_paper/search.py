@@ -98,7 +98,8 @@ class Group:
     def shared(self, cell: Cell, given: Mapping[str, Any]) -> Adapted:
         """Return theta_1 from its folder, trained first if needed: trained again on a GPU, it would differ slightly."""
         parts = find_settings(self.model, "source-only", "recommended", given)
-        defining = [cell.group, parts.record()]  # independent of the rules of the adaptation
+        # Independent of the rules of the adaptation, and of the temperature that only a finished model gets.
+        defining = [cell.group, {name: value for name, value in parts.record().items() if name != "calibrate"}]
         digest = hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:8]
         path = self.source_models.joinpath(*cell.group[:-2], f"{cell.target}-{cell.seed}-{digest}")
         if not path.is_dir():
@@ -111,12 +112,15 @@ class Group:
         return Adapted.load(path)
 
     def adapt(self, cell: Cell, method: str, given: Mapping[str, Any], labeled: Corpus | None = None, **options: Any) -> Adapted:
-        """Call `mtem.adapt` on the group's data; `labeled` replaces the labeled target texts."""
+        """Call `mtem.adapt` on the group's data; `labeled` replaces the labeled target texts.
+
+        Confidences are not calibrated: cells score labels, and in half precision a scaled head may round a few differently.
+        """
         default = self.all_labels if cell.oracle else self.target_labeled
         return adapt(
             self.source, self.target, target_labeled=default if labeled is None else labeled, model=self.model,
             method=method, progress=Progress(Console(file=io.StringIO()), quiet=True),
-            **options, **{**given, "seed": cell.seed, "device": self.device},
+            **options, **{"calibrate": False, **given, "seed": cell.seed, "device": self.device},
         )  # fmt: skip
 
 

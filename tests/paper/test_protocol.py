@@ -61,6 +61,8 @@ def test_any_setting_changes_the_address():
     for what in ({"index_learning_rate": 0.25}, {"target_class_prior": "none"}, {"hidden": 32}):
         given = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"], overrides=what)[0]
         assert given.address != cell.address
+    unscaled = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"], overrides={"calibrate": "false"})[0]
+    assert unscaled.changed == cell.changed, "no score depends on the temperature"
 
 
 COMMITTED = Path(__file__).parents[2] / "results"

@@ -31,6 +31,7 @@ def test_cells_say_all_that_tables_need(ran):
         assert ("history" in result) == (result["variant"] == "mtem")
         assert result["classes"] == ["negative", "positive"] and result["selected_by"] == "infomax" and not result["oracle"]
         assert result["overrides"] and result["machine"] and result["versions"]["torch"] and result["settings"]["steps"] == 2
+        assert result["settings"]["calibrate"] is False, "labels are scored, as the weights were trained"
 
 
 def test_theta_1_and_the_test_set_are_shared(ran):
@@ -126,4 +127,19 @@ def test_theta_1_is_there_for_who_comes_later(ran, amazon, encoder, monkeypatch)
     assert begun == ["dann", "dann"], "the search, and no training of the source model"
     scores = results_of(folder, [found[0], *later]).values()
     assert len({each["source_score"] for each in scores}) == 1
+    (folder / later[0].address).unlink()
+
+
+def test_a_calibrated_model_begins_from_the_same_theta_1_and_scores_the_same(ran, amazon, encoder, monkeypatch):
+    folder, found, _ = ran
+    begun = []
+    monkeypatch.setattr(search, "adapt", lambda *given, **options: begun.append(options) or adapt(*given, **options))
+    later = planned(encoder, ["mtem"], overrides={**TINY, "calibrate": True})
+    assert runner.run(later, folder, data=amazon, model=str(encoder), device="cpu").done == 1
+    assert [(options["method"], options["calibrate"]) for options in begun] == [("mtem", True)] * 2, "no training of theta_1"
+    (calibrated,) = results_of(folder, later).values()
+    same = {"variant": "mtem", "setting": "unsupervised"}.items()
+    plain = next(result for result in results_of(folder, found).values() if same <= result.items())
+    for name in ("score", "predictions", "source_score", "target_selected", "estimate"):
+        assert calibrated[name] == plain[name], name
     (folder / later[0].address).unlink()

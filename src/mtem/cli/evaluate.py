@@ -16,7 +16,7 @@ from mtem.errors import RequestError
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     file: Annotated[Path, typer.Argument(help="Labeled texts or threads.")],
-    compare: Annotated[bool, typer.Option("--compare", help="Also the model before the adaptation.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also the model before the adaptation, as trained.")] = False,
     text_column: Column = None,
     label_column: Column = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

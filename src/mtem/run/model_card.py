@@ -34,6 +34,7 @@ def model_card(record: dict[str, Any], model_cls: type[Model]) -> str:
             f"- Labeled {unit} trained on: {texts['source_trained_on']}; unlabeled target {unit}: {texts['target']}",
             f"- Weights chosen by `{choice['criterion']}`, without target labels. {step}",
             f"- {_estimate(record)}",
+            *(f"- {line}" for line in _confidence(record)),
             *(f"- Warning: {line}" for line in record["warnings"]),
             "",
             model_cls.usage(record["settings"], record["resolved"]["max_length"]),
@@ -50,3 +51,12 @@ def _estimate(record: dict[str, Any]) -> str:
         f"Estimated accuracy on the target, without labels: {estimate['accuracy']:.3f} "
         f"({estimate['low']:.3f} to {estimate['high']:.3f})"
     )
+
+
+def _confidence(record: dict[str, Any]) -> list[str]:
+    if (temperature := record.get("temperature")) is None:  # a run of version 0.2.0 or older
+        return []
+    value, origin = temperature["value"], temperature["from"]
+    if value == 1:
+        return [f"Confidences were not scaled by a temperature ({origin})."]
+    return [f"Confidences were scaled by a temperature of {value:.3g}, fitted on {origin}; labels do not depend on it."]

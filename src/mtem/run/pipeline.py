@@ -26,6 +26,7 @@ from mtem.run.record import by_class, now, predicted_shares, versions
 from mtem.run.result import Adapted, index_table
 from mtem.selection import accuracy_estimate, diagnostics, priors
 from mtem.selection.accuracy_estimate import Estimate
+from mtem.selection.calibration import calibrate
 from mtem.selection.criteria import CandidateOutputs
 from mtem.selection.left_out import FOLD, LeftOut, Part, find_parts
 from mtem.selection.rehearsed import Advice, correct_estimate, outside_warnings
@@ -33,7 +34,7 @@ from mtem.training import checkpoints
 from mtem.training.settings import TrainingSettings, find_learning_rates
 from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
-from mtem.training.weights import add_bias, clone, current, head_buffers, load
+from mtem.training.weights import add_bias, clone, current, head_buffers, load, scale_head
 
 Observer = Callable[[dict[str, Any], Model], None]
 
@@ -167,7 +168,7 @@ class Run:
         return method
 
     def finish(self, method: Method) -> Adapted:
-        """Stage 3: choose the weights, estimate the accuracy, predict the target, write."""
+        """Stage 3: choose the weights, estimate the accuracy, calibrate the confidence, predict the target, write."""
         inputs, prior, step = self.inputs, self.candidates.prior, self.candidates.chosen_step
         self.train_left_out_models()
         load(self.model, self.source_weights)
@@ -189,6 +190,8 @@ class Run:
         if self.last_step and step == 0:
             score = self.candidates.entries[0]["score"]
             warnings.insert(0, diagnostics.source_model_kept(self.settings.criterion, score))
+        temperature, origin = self.choose_temperature(after)
+        scale_head(self.model, 1 / temperature)
         with self.progress.stage(f"predicting the target {inputs.unit}", len(inputs.target)):
             logits = inference.compute_logits(self.model, inputs.target_stream.tokens, progress=self.progress).logits
         record = {
@@ -211,6 +214,7 @@ class Run:
                 "target_after": by_class(inputs.classes, predicted_shares(logits)),
             },
             "target_class_prior": prior_record,
+            "temperature": {"value": temperature, "from": origin},
             "warnings": warnings,
         }
         table = index_table(inputs.target, inputs.classes, logits, method.indexes())
@@ -245,6 +249,30 @@ class Run:
         add_bias(self.model, bias)
         record = {"kind": self.settings.target_class_prior}
         return record | {"shares": by_class(classes, prior.shares), "bias": by_class(classes, bias)}, prior.corrected(outputs)
+
+    # ------------------------------------------------------------------ confidence
+
+    def choose_temperature(self, outputs: CandidateOutputs) -> tuple[float, str]:
+        """Choose the temperature that the logits of the final model are divided by.
+
+        Parameters
+        ----------
+        outputs
+            Of the final model before the division, on all held-out source texts.
+
+        Returns
+        -------
+        tuple[float, str]
+            The temperature and what it was fitted on; or 1 and the reason why none was fitted.
+        """
+        held_out, unit = len(outputs.source_labels), self.inputs.unit
+        if not self.settings.calibrate:
+            return 1.0, "calibrate=false"
+        if held_out < accuracy_estimate.FEWEST_HELD_OUT_TEXTS:
+            return 1.0, f"only {held_out} source {unit} were held out"
+        if not outputs.finite:
+            return 1.0, "the model's outputs are not finite"
+        return calibrate(outputs.source_logits, outputs.source_labels, outputs.source_weights), f"held-out source {unit}"
 
     # ------------------------------------------------------------------ estimates
 

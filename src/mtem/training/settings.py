@@ -72,6 +72,11 @@ class TrainingSettings:
         "target texts, to measure how far the accuracy estimate is off in an unseen domain; 0: none",
         low=0,
     )
+    calibrate: bool = setting(
+        True,
+        "divide the final model's logits by the temperature that fits the held-out source texts best: its confidence changes, "
+        "its labels do not; false: the head stays as trained",
+    )
     device: str = setting("auto", "cpu, cuda, mps or auto")
     precision: str = setting("auto", "auto: bf16 on a GPU that has it, else fp32", choices=("auto", "fp32", "bf16", "fp16"))
     attention: str | None = setting(None, "attention implementation of transformers; none: its default")

@@ -1,7 +1,8 @@
-"""Weights by name: read, copied, loaded, corrected."""
+"""Weights by name: read, copied, loaded, corrected, scaled."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -53,3 +54,16 @@ def add_bias(model: Model, bias: Sequence[float] | np.ndarray) -> None:
             "target_class_prior: the encoder's head has no bias that could hold the correction; set target_class_prior=none"
         )
     model.head.bias.add_(torch.from_numpy(np.asarray(bias)).to(model.head.bias))
+
+
+@torch.no_grad()
+def scale_head(model: Model, factor: float) -> None:
+    """Multiply the model's logits by a positive number: the weights of its head, and its bias if there is one.
+
+    The predicted labels stay the same, except where two logits differ by no more than the rounding of the model's precision.
+    """
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"factor: expected a positive number, got {factor}")
+    model.head.weight.mul_(factor)
+    if model.head.bias is not None:
+        model.head.bias.mul_(factor)
