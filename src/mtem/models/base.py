@@ -356,7 +356,9 @@ class Model(nn.Module, abc.ABC):
         if layers:
             raise RequestError(f"frozen_layers={layers}: this model has no pretrained layers to freeze; use 0")
 
-    def keep_lower(self, encoded: EncodedCorpus, path: Path, progress: Progress, name: str, limit: float) -> EncodedCorpus:
+    def keep_lower(
+        self, encoded: EncodedCorpus, path: Path, progress: Progress, name: str, limit: float, store: Path | None = None
+    ) -> EncodedCorpus:
         """Return the corpus with the output of the frozen layers, computed once and stored, if there are any.
 
         Parameters
@@ -369,5 +371,11 @@ class Model(nn.Module, abc.ABC):
             Shows the work as a stage of this name.
         limit
             The largest size in bytes; a corpus that needs more is returned unchanged.
+        store
+            A file that `store_lower` wrote for a larger corpus: what it has is not computed again.
         """
         return encoded
+
+    def store_lower(self, encoded: EncodedCorpus, path: Path, progress: Progress, name: str, limit: float) -> bool:
+        """Store the output of the frozen layers for `keep_lower` of parts of this corpus; return whether there is any."""
+        return False

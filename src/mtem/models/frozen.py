@@ -7,6 +7,7 @@ through the upper part alone, however often.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -36,12 +37,14 @@ class FrozenTokens:
         The tokens of the texts.
     values
         One row for each token of all texts, [tokens, width].
+    starts
+        The first row of each text; by default the texts follow one another.
     """
 
-    def __init__(self, tokens: Tokens, values: np.ndarray) -> None:
+    def __init__(self, tokens: Tokens, values: np.ndarray, starts: np.ndarray | None = None) -> None:
         self.tokens, self.values = tokens, values
         self.lengths: np.ndarray = tokens.lengths
-        self.starts = _starts(tokens)
+        self.starts = _starts(tokens) if starts is None else starts
 
     def __len__(self) -> int:
         """Return the number of texts."""
@@ -53,11 +56,17 @@ class FrozenTokens:
 
     def hidden(self, row: int) -> np.ndarray:
         """Return the input of the first trainable layer for a text, [tokens, width]."""
-        return self.values[self.starts[row] : self.starts[row + 1]]
+        return self.values[self.starts[row] : self.starts[row] + self.lengths[row]]
 
 
 def frozen_tokens(
-    tokens: Tokens, lower: Callable[[np.ndarray], Tensor], width: int, path: Path, progress: Progress, name: str
+    tokens: Tokens,
+    lower: Callable[[np.ndarray], Tensor],
+    width: int,
+    path: Path,
+    progress: Progress,
+    name: str,
+    store: Path | None = None,
 ) -> FrozenTokens:
     """Return the tokens with the output of the lower part for every text.
 
@@ -73,12 +82,51 @@ def frozen_tokens(
         The file of the output. A complete file is used again.
     progress, name
         Shows the work as a stage of this name.
+    store
+        The file of another corpus. If it has all of these texts, its output is used, and nothing is computed.
     """
+    if store is not None and (found := _find(tokens, store)) is not None:
+        return found
     total = int(np.asarray(tokens.lengths, dtype=np.int64).sum())
     if not path.exists():
         with replaced(path) as temporary, progress.stage(name, len(tokens)):
             _write(temporary, tokens, lower, (total, width), progress)
     return FrozenTokens(tokens, np.load(path, mmap_mode="r"))
+
+
+def write_keys(tokens: Tokens, path: Path) -> None:
+    """Write which texts a file of the lower part's output has, so that other corpora can find theirs in it."""
+    with replaced(path) as temporary, temporary.open("wb") as file:
+        np.save(file, _keys(tokens))
+
+
+def _find(tokens: Tokens, store: Path) -> FrozenTokens | None:
+    """Return the tokens with the output that a store has for them; None if it lacks a text."""
+    keys_path = keys_of(store)
+    if not (store.is_file() and keys_path.is_file()):
+        return None
+    stored = np.load(keys_path)
+    places = {bytes(key): int(start) for key, start in zip(stored["key"], stored["start"], strict=True)}
+    own = _keys(tokens)
+    starts = [places.get(bytes(key), -1) for key in own["key"]]
+    if -1 in starts:
+        return None
+    return FrozenTokens(tokens, np.load(store, mmap_mode="r"), np.array(starts, dtype=np.int64))
+
+
+def keys_of(store: Path) -> Path:
+    """Return the file of a store's keys."""
+    return store.with_suffix(".keys.npy")
+
+
+def _keys(tokens: Tokens) -> np.ndarray:
+    """Return a digest of the tokens of each text, and its first row."""
+    starts = _starts(tokens)
+    keys = np.zeros(len(tokens), dtype=[("key", "S16"), ("start", "<i8")])
+    for row in range(len(tokens)):
+        # Hexadecimal: a string of NumPy loses zeros at its end.
+        keys[row] = hashlib.sha256(tokens.ids(row).tobytes()).hexdigest()[:16].encode(), starts[row]
+    return keys
 
 
 def _write(path: Path, tokens: Tokens, lower: Callable[[np.ndarray], Tensor], shape: tuple[int, int], progress: Progress) -> None:

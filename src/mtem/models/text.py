@@ -20,7 +20,7 @@ from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
 from mtem.models import augment, encoders, integrity, pretrained
 from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
-from mtem.models.frozen import FrozenTokens, frozen_tokens, run_lower, same_function, upper_part
+from mtem.models.frozen import FrozenTokens, frozen_tokens, keys_of, run_lower, same_function, upper_part, write_keys
 from mtem.models.heads import CosineHead
 from mtem.progress import Progress
 
@@ -386,7 +386,9 @@ class TextModel(Model):
         """Return the input of the first trainable layer, without gradients and without dropout."""
         return run_lower(self.network, self.layers[self.frozen_layers], inputs["input_ids"], self._mask(inputs), self.autocast)
 
-    def keep_lower(self, encoded: EncodedCorpus, path: Path, progress: Progress, name: str, limit: float) -> EncodedCorpus:
+    def keep_lower(
+        self, encoded: EncodedCorpus, path: Path, progress: Progress, name: str, limit: float, store: Path | None = None
+    ) -> EncodedCorpus:
         """Return the tokens with the output of the frozen layers, stored in `path`, unless that takes more than `limit` bytes."""
         width = self.network.config.hidden_size
         if not self._upper or 4.0 * width * float(np.asarray(encoded.lengths, dtype=np.int64).sum()) > limit:
@@ -394,7 +396,15 @@ class TextModel(Model):
         tokens = _tokens(encoded)
         if isinstance(tokens, FrozenTokens):
             return tokens
-        return frozen_tokens(tokens, lambda rows: self.lower(self.collate(tokens, rows)), width, path, progress, name)
+        return frozen_tokens(tokens, lambda rows: self.lower(self.collate(tokens, rows)), width, path, progress, name, store)
+
+    def store_lower(self, encoded: EncodedCorpus, path: Path, progress: Progress, name: str, limit: float) -> bool:
+        """Store the output of the frozen layers for `keep_lower` of parts of this corpus; return whether there is any."""
+        kept = self.keep_lower(encoded, path, progress, name, limit)
+        if not isinstance(kept, FrozenTokens):
+            return False
+        write_keys(kept.tokens, keys_of(path))
+        return True
 
 
 def _tokens(encoded: EncodedCorpus) -> Tokens | FrozenTokens:

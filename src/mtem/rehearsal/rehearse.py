@@ -21,6 +21,7 @@ from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
 from mtem.methods.source_only import SourceOnly
 from mtem.models import encoders
+from mtem.models.base import Model
 from mtem.progress import Progress
 from mtem.rehearsal.advice import analyse
 from mtem.rehearsal.domains import Domains, find_domains
@@ -29,6 +30,7 @@ from mtem.rehearsal.plan import Plan, make_plan
 from mtem.rehearsal.schedule import run_trials
 from mtem.rehearsal.trials import Work
 from mtem.run.adapt import Corpora, create_model, find_settings
+from mtem.run.inputs import FROZEN_LIMIT
 from mtem.run.record import by_class, now, versions
 from mtem.run.source_model import data_identity
 from mtem.selection.left_out import to_tensors
@@ -127,6 +129,7 @@ def rehearse(
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / RECORD, {"status": "running", **request})
         work = Work(corpus, domains, plan, folder)
+        store_frozen(corpus, plan, work.frozen_store, progress)
         outputs, resolved, notes = run_trials(work, plan, jobs, budget, progress)
         results, left_out = analyse(outputs, corpus.classes, metric, resolved)
         record = {
@@ -198,15 +201,28 @@ def describe_domains(domains: Domains, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def text_features(corpus: Corpus, plan: Plan, progress: Progress) -> np.ndarray:
-    """Return the untrained encoder's features of all texts, [N, D]."""
-    chosen = find_settings(plan.model, plan.methods[0], plan.preset_of(plan.methods[0]), plan.settings_of(plan.methods[0]))
+def untrained(corpus: Corpus, plan: Plan) -> Model:
+    """Return the model before any training."""
+    method = plan.methods[0]
+    chosen = find_settings(plan.model, method, plan.preset_of(method), plan.settings_of(method))
     device = find_device(chosen.training.device)
     name = models.find(plan.model, chosen.model)
     corpora = Corpora(corpus, corpus.unlabeled(), None)
-    network = create_model(name, corpora, chosen, SourceOnly, None, device, find_precision(chosen.training.precision, device))
+    return create_model(name, corpora, chosen, SourceOnly, None, device, find_precision(chosen.training.precision, device))
+
+
+def text_features(corpus: Corpus, plan: Plan, progress: Progress) -> np.ndarray:
+    """Return the untrained encoder's features of all texts, [N, D]."""
+    network = untrained(corpus, plan)
     encoded = network.encode(corpus)
     with progress.stage(f"features of the {corpus.unit}", len(corpus)):
         features = inference.compute_logits(network, encoded, features=True, progress=progress).features
     assert features is not None
     return features
+
+
+def store_frozen(corpus: Corpus, plan: Plan, path: Path, progress: Progress) -> None:
+    """Run the frozen layers once for all texts; every trial finds its texts there."""
+    network = untrained(corpus, plan)
+    if network.frozen_layers:
+        network.store_lower(network.encode(corpus), path, progress, f"frozen layers, {corpus.unit}", FROZEN_LIMIT)

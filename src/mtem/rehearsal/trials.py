@@ -27,6 +27,7 @@ from mtem import methods
 from mtem.atomic import read_json, write_json
 from mtem.data.corpus import Corpus
 from mtem.methods.base import Method
+from mtem.models.frozen import keys_of
 from mtem.progress import Progress
 from mtem.rehearsal.domains import Domains, keep_rows
 from mtem.rehearsal.plan import Plan
@@ -204,9 +205,16 @@ class Work:
         """Return the training of the source model that a trial begins from."""
         return SourceTask(trial.domain, trial.method if has_own_head(trial.method) else SHARED_SOURCE)
 
+    @property
+    def frozen_store(self) -> Path:
+        """Output of the frozen layers for all labeled texts, if there are such layers."""
+        return self.folder / "frozen.npy"
+
     def remove_intermediate(self) -> None:
-        """After a finished rehearsal, remove the source models; the outputs of the trials stay."""
+        """After a finished rehearsal, remove the source models and the frozen layers' output; the trials' outputs stay."""
         shutil.rmtree(self.folder / "source-models", ignore_errors=True)
+        for path in (self.frozen_store, keys_of(self.frozen_store)):
+            path.unlink(missing_ok=True)
 
     def can_be_rarer(self, domain: str, rare: str) -> bool:
         """Return whether the domain has enough texts of a class to take two thirds of them out."""
@@ -238,7 +246,7 @@ class Work:
             adapt(
                 self.others(task.domain), self.corpus.part(rows, task.domain).unlabeled(), model=self.plan.model,
                 method=task.method, preset=self.plan.preset_of(task.method), output=Path(temporary, "run"),
-                progress=_Reported(report, "source"),
+                progress=_Reported(report, "source"), frozen_store=self.frozen_store,
                 **given,
             )  # fmt: skip
             with contextlib.suppress(OSError):  # another process was first
@@ -259,7 +267,7 @@ class Work:
             self.others(trial.domain), target, model=self.plan.model, method=trial.method,
             preset=self.plan.preset_of(trial.method), on_candidate=recorder,
             source_model=Adapted.load(self.source_model_path(self.source_task(trial))),
-            progress=_Reported(report, "adapt"), **given,
+            progress=_Reported(report, "adapt"), frozen_store=self.frozen_store, **given,
         )  # fmt: skip
         return recorder.outputs(trial, labels, adapted.record, time.monotonic() - started, self.plan.epochs)
 

@@ -76,6 +76,7 @@ def adapt(
     resume: bool = False,
     observe: Observer | None = None,
     on_candidate: OnCandidate | None = None,
+    frozen_store: Path | None = None,
     text_column: str | None = None,
     label_column: str | None = None,
     progress: Progress | None = None,
@@ -108,6 +109,8 @@ def adapt(
         weights, and "bias" is the prior correction that they would get at the end (see `mtem.training.weights.add_bias`).
     on_candidate
         Called with the step, the evaluated rows of the target and the `CandidateOutputs` of every candidate.
+    frozen_store
+        A file of `Model.store_lower`: what it has of these texts is not computed again.
     text_column, label_column
         Names of the columns, if they are not the usual ones.
     progress
@@ -153,7 +156,7 @@ def adapt(
     with contextlib.ExitStack() as stack:
         workspace = None if path is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
         run = Run(
-            network, method_cls, chosen.training, chosen.method, *corpora, RunDirectory(path, workspace), progress, request,
+            network, method_cls, chosen.training, chosen.method, *corpora, RunDirectory(path, workspace, frozen_store), progress, request,
             observe=observe, on_candidate=on_candidate, advice=advice,
             left_out=rehearsed_left_out(rehearsal, request) or matching_left_out(source_model, request),
         )  # fmt: skip

@@ -46,14 +46,16 @@ class RunDirectory:
         The run directory. None: the result stays in memory, and only `workspace` is written to.
     workspace
         Folder for checkpoints and intermediate files; ``path / "checkpoints"`` by default.
+    frozen_store
+        Output of the frozen layers for a larger corpus, see `Model.store_lower`.
     """
 
-    def __init__(self, path: Path | None, workspace: Path | None = None) -> None:
+    def __init__(self, path: Path | None, workspace: Path | None = None, frozen_store: Path | None = None) -> None:
         if workspace is None:
             if path is None:
                 raise ValueError("RunDirectory needs a path or a workspace")
             workspace = path / "checkpoints"
-        self.path, self.workspace = path, workspace
+        self.path, self.workspace, self.frozen_store = path, workspace, frozen_store
         self.checkpoints = Checkpoints(workspace)
 
     @property

@@ -87,7 +87,8 @@ class RunInputs:
         with progress.stage(f"tokens of the {name} {self.unit}", len(corpus)):
             tokens = self.model.encode(corpus, progress=lambda done, _: progress.advance(done))
         path = directory.frozen_path(name)
-        return self.model.keep_lower(tokens, path, progress, f"frozen layers, {name} {self.unit}", FROZEN_LIMIT)
+        stage = f"frozen layers, {name} {self.unit}"
+        return self.model.keep_lower(tokens, path, progress, stage, FROZEN_LIMIT, directory.frozen_store)
 
     def class_weights(self) -> Tensor | None:
         """Return the weight of each class in the cross-entropy; None: all equal."""

@@ -268,6 +268,9 @@ class Run:
         held_out, unit = len(outputs.source_labels), self.inputs.unit
         if not self.settings.calibrate:
             return 1.0, "calibrate=false"
+        if self.advice is not None and outputs.finite:
+            adapted = self.candidates.chosen_step > 0
+            return (self.advice.temperature_after if adapted else self.advice.temperature_before), "rehearsal"
         if held_out < accuracy_estimate.FEWEST_HELD_OUT_TEXTS:
             return 1.0, f"only {held_out} source {unit} were held out"
         if not outputs.finite:
