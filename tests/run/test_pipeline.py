@@ -202,7 +202,7 @@ def outputs_of(count, *, source_weights=None, logits=None):
 
 
 def choose(outputs, unit="texts", **settings):
-    run = SimpleNamespace(settings=TrainingSettings(**settings), inputs=SimpleNamespace(unit=unit))
+    run = SimpleNamespace(advice=None, settings=TrainingSettings(**settings), inputs=SimpleNamespace(unit=unit))
     return Run.choose_temperature(run, outputs)
 
 

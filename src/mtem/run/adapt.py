@@ -155,8 +155,9 @@ def adapt(
     network = create_model(name, corpora, chosen, method_cls, source_model, device, precision)
     with contextlib.ExitStack() as stack:
         workspace = None if path is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
+        directory = RunDirectory(path, workspace, frozen_store)
         run = Run(
-            network, method_cls, chosen.training, chosen.method, *corpora, RunDirectory(path, workspace, frozen_store), progress, request,
+            network, method_cls, chosen.training, chosen.method, *corpora, directory, progress, request,
             observe=observe, on_candidate=on_candidate, advice=advice,
             left_out=rehearsed_left_out(rehearsal, request) or matching_left_out(source_model, request),
         )  # fmt: skip
