@@ -39,7 +39,16 @@ def examples(count: int, **more) -> hypothesis.settings:
 
 
 # In two processes the longest files must not come last; the order inside a file is pytest-randomly's.
-LONG = ("test_model", "test_search", "test_runner", "test_methods_learn", "test_adapt", "test_methods", "test_commands")
+LONG = (
+    "test_model",
+    "test_search",
+    "test_runner",
+    "test_methods_learn",
+    "test_adapt",
+    "test_methods",
+    "test_commands",
+    "test_processes",
+)
 
 
 @pytest.hookimpl(trylast=True)

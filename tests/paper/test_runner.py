@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -83,24 +82,6 @@ def test_several_processes_find_the_same_and_survive_one_another(ran, amazon, en
     assert "exit code 3" in summary.failed[0][1]
     alone, together = results_of(folder, found), results_of(tmp_path / "results", found)
     assert {key: stripped(each) for key, each in together.items()} == {key: stripped(each) for key, each in alone.items()}
-
-
-@dataclasses.dataclass
-class Meeting(runner.Solver):
-    """Waits until another process is at a cell, too; at `out` it ends."""
-
-    def __call__(self, cell):
-        (self.source_models / str(os.getpid())).touch()
-        wait_for(lambda: len(list(self.source_models.iterdir())) > 1, "another process")  # files only ever come there
-        return os._exit(5) if cell.variant == "out" else runner.Outcome(cell, {}, None)
-
-
-def test_who_has_nothing_to_do_helps_with_a_group_and_who_ends_takes_one_cell_along(encoder, tmp_path):
-    found = planned(encoder, ["out", "mtem", "dann", "cst"])
-    outcomes = list(runner.in_processes([found], Meeting(tmp_path, "", "", tmp_path), 2, 1, float("inf")))
-    assert sorted(found.index(each.cell) for each in outcomes) == [0, 1, 2, 3]
-    failed = [each for each in outcomes if each.failure]
-    assert [each.cell.variant for each in failed] == ["out"] and "exit code 5" in failed[0].failure
 
 
 def begun_run(amazon, encoder, tmp_path, variants, **options):
