@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 RUNS = ("general", "ablation", "batch-size")
 SHOWN = ("cost", "entropy", "trajectories", "page")
-WHAT = (*RUNS, *SHOWN, "theory", "cases", "all")
+REHEARSAL = "rehearsal"
+WHAT = (*RUNS, *SHOWN, REHEARSAL, "theory", "cases", "all")
 
 
 def reproduce(
@@ -59,8 +60,8 @@ def reproduce(
     """
     if what not in WHAT:
         raise RequestError(f"unknown experiment '{what}': expected one of {', '.join(WHAT)}")
-    if set_ and what not in RUNS:
-        raise RequestError(f"--set: {what} cannot be rehearsed, only {', '.join(RUNS)}")
+    if set_ and what not in (*RUNS, REHEARSAL):
+        raise RequestError(f"--set: {what} cannot be tried with other settings, only {', '.join((*RUNS, REHEARSAL))}")
     from mtem_paper import protocol
 
     if dataset not in protocol.DATASETS:
@@ -84,6 +85,11 @@ def reproduce(
             show(results, cells)
             return
         failed = run(cells, results, needed(data, dataset), model, device, jobs, limit_seconds, progress)
+    if what == REHEARSAL:
+        failed = rehearse(
+            dataset, model, protocol.model_name(model, model_name), results, data, listed(targets), listed(variants),
+            None if seeds is None else numbers(seeds), parse_settings(set_), device, jobs, limit_seconds, list_, progress,
+        )  # fmt: skip
     reviews = what == "all" and dataset == "amazon"  # theory and cases are made from them
     if what == "theory" or (reviews and not (results / "theory" / "convergence.json").exists()):
         from mtem_paper import theory
@@ -128,6 +134,39 @@ def run(
     out.print(f"{results}: {line}", markup=False)
     for cell, reason in summary.failed:
         out.print(f"failed: {cell}: {reason}", style="red", markup=False)
+    return bool(summary.failed)
+
+
+def rehearse(
+    dataset: str, model: str, name: str, results: Path, data: Path | None, targets: list[str] | None,
+    methods: list[str] | None, seeds: list[int] | None, overrides: dict[str, str], device: str, jobs: int,
+    limit: float | None, list_: bool, progress: Progress,
+) -> bool:  # fmt: skip
+    """Run the missing trials of rehearsals, print a summary, and return whether any failed."""
+    from mtem import models
+    from mtem.rehearsal.trials import Trial
+    from mtem.run.adapt import find_settings
+    from mtem.training.devices import find_device
+    from mtem_paper import rehearsals
+
+    tasks = rehearsals.plan(dataset, name, targets=targets, methods=methods, seeds=seeds, overrides=overrides)
+    trials = [task for task in tasks if isinstance(task.work, Trial)]
+    if not trials:
+        raise RequestError(f"{REHEARSAL}: nothing to run for {dataset} with these options")
+    if list_:
+        missing = set(rehearsals.missing(trials, results))
+        for task in trials:
+            out.print(f"{'missing' if task in missing else 'exists '} {task.address}", markup=False)
+        out.print(f"{len(trials) - len(missing)} of {len(trials)} trials exist", markup=False)
+        return False
+    find_device(device)
+    models.find(model, find_settings(model, trials[0].work.method, rehearsals.PRESET, {}).model)
+    rehearser = rehearsals.Rehearser(needed(data, dataset), model, device, results)
+    summary = rehearsals.run(tasks, rehearser, jobs=jobs, limit=limit, progress=progress)
+    line = f"{summary.done} trials run, {summary.existed} existed, {len(summary.failed)} failed, {summary.left} not started"
+    out.print(f"{results}: {line}", markup=False)
+    for task, reason in summary.failed:
+        out.print(f"failed: {task.address}: {reason}", style="red", markup=False)
     return bool(summary.failed)
 
 

@@ -32,6 +32,7 @@ from mtem.progress import Progress
 from mtem.rehearsal.domains import Domains, keep_rows
 from mtem.rehearsal.plan import Plan
 from mtem.run.adapt import adapt
+from mtem.run.pipeline import Observer
 from mtem.run.record import machine
 from mtem.run.result import Adapted
 from mtem.selection.criteria import CandidateOutputs
@@ -232,6 +233,11 @@ class Work:
             rows, labels = rows[kept], labels[kept]
         return rows, labels
 
+    def target(self, domain: str, rare: str = "") -> tuple[Corpus, np.ndarray]:
+        """Return the texts that are adapted to, without labels, and their class numbers, which only score."""
+        rows, labels = self.pool(domain, rare)
+        return self.corpus.part(rows, domain).unlabeled(), labels
+
     def others(self, domain: str) -> Corpus:
         """Return the labeled texts of the other domains."""
         return self.corpus.part(self.domains.others(self.domains.names.index(domain)), f"all but {domain}")
@@ -240,34 +246,37 @@ class Work:
         """Train the source model without one domain, and write its run directory."""
         path = self.source_model_path(task)
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows, _ = self.pool(task.domain)
+        target, _ = self.target(task.domain)
         given = {**self.plan.settings_of(task.method), "steps": 0, "left_out_models": 0, "target_class_prior": "none"}
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
             adapt(
-                self.others(task.domain), self.corpus.part(rows, task.domain).unlabeled(), model=self.plan.model,
-                method=task.method, preset=self.plan.preset_of(task.method), output=Path(temporary, "run"),
-                progress=_Reported(report, "source"), frozen_store=self.frozen_store,
-                **given,
+                self.others(task.domain), target, model=self.plan.model, method=task.method,
+                preset=self.plan.preset_of(task.method), output=Path(temporary, "run"), progress=_Reported(report, "source"),
+                frozen_store=self.frozen_store, **given,
             )  # fmt: skip
             with contextlib.suppress(OSError):  # another process was first
                 Path(temporary, "run").rename(path)
 
-    def run_trial(self, trial: Trial, report: Report = lambda fraction: None) -> TrialOutputs:
-        """Adapt to the domain without its labels, and return what the candidates compute."""
-        rows, labels = self.pool(trial.domain, trial.rare)
-        target = self.corpus.part(rows, trial.domain).unlabeled()
-        recorder = Recorder()
-        given = self.plan.settings_of(trial.method)
-        given |= {
-            "learning_rate": trial.learning_rate, "target_class_prior": trial.prior, "epochs": float(self.plan.epochs),
-            "evaluations": self.plan.epochs, "evaluation_texts": SCORED_TEXTS, "left_out_models": 0, "checkpoint_seconds": 1e9,
+    def trial_settings(self, trial: Trial) -> dict[str, Any]:
+        """Return the settings of a trial's adaptation that are given by name."""
+        return {
+            **self.plan.settings_of(trial.method), "learning_rate": trial.learning_rate, "target_class_prior": trial.prior,
+            "epochs": float(self.plan.epochs), "evaluations": self.plan.epochs, "evaluation_texts": SCORED_TEXTS,
+            "left_out_models": 0, "checkpoint_seconds": 1e9,
         }  # fmt: skip
+
+    def run_trial(
+        self, trial: Trial, report: Report = lambda fraction: None, observe: Observer | None = None
+    ) -> TrialOutputs:  # fmt: skip
+        """Adapt to the domain without its labels, and return what the candidates compute."""
+        target, labels = self.target(trial.domain, trial.rare)
+        recorder = Recorder()
         started = time.monotonic()
         adapted = adapt(
             self.others(trial.domain), target, model=self.plan.model, method=trial.method,
-            preset=self.plan.preset_of(trial.method), on_candidate=recorder,
+            preset=self.plan.preset_of(trial.method), observe=observe, on_candidate=recorder,
             source_model=Adapted.load(self.source_model_path(self.source_task(trial))),
-            progress=_Reported(report, "adapt"), frozen_store=self.frozen_store, **given,
+            progress=_Reported(report, "adapt"), frozen_store=self.frozen_store, **self.trial_settings(trial),
         )  # fmt: skip
         return recorder.outputs(trial, labels, adapted.record, time.monotonic() - started, self.plan.epochs)
 
