@@ -16,17 +16,26 @@ from mtem.atomic import write_json
 #   1  all cells
 #   2  candidates are evaluated with the bias of the assumed class shares, as the model is saved; every method sees the same
 #      number of labeled target texts in a step (target_labeled_share=0.5)
+#   3  learning rate, passes and assumed class shares come from rehearsals among the sources, not from a search in the cell: all
+#      cells that adapt
 SEMI_SUPERVISED = "semi-supervised"
 PLACE = ("dataset", "model", "setting", "pool")
 
 
-def protocol_of(setting: str, prior: str, oracle: bool) -> int:
-    """Return the number of the rules that a cell is run under today."""
+def protocol_of(setting: str, prior: str, oracle: bool, rehearsed: bool = False) -> int:
+    """Return the number of the rules that a cell is run under."""
+    if rehearsed:
+        return 3
     return 2 if setting == SEMI_SUPERVISED or prior != "none" or oracle else 1
 
 
 def current_protocol(result: Mapping[str, Any]) -> int:
     """Return the number of the rules that a result would be run under today."""
+    return 3 if result["method"] != "source-only" else _searched_protocol(result)
+
+
+def _searched_protocol(result: Mapping[str, Any]) -> int:
+    """Return the last rules before rehearsals; estimates and scores of candidates have not changed since."""
     return protocol_of(result["setting"], result["settings"].get("target_class_prior", "none"), result["oracle"])
 
 
@@ -50,7 +59,8 @@ class Cell:
     changed: Mapping[str, Any]  # settings that are not at their defaults and may change the score
     factors: tuple[float, ...]  # the search: factors of the adaptation's learning rate
     oracle: bool = False
-    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a rehearsal, which is not a result
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a trial, which is not a result
+    rehearsed: bool = False  # whether learning rate and passes come from rehearsals
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -60,13 +70,14 @@ class Cell:
     @property
     def protocol(self) -> int:
         """The number of the rules that the cell is run under."""
-        return protocol_of(self.setting, self.changed.get("target_class_prior", "none"), self.oracle)
+        return protocol_of(self.setting, self.changed.get("target_class_prior", "none"), self.oracle, self.rehearsed)
 
     @property
     def address(self) -> Path:
         """The path of its file, relative to the results' folder."""
         defining = {**dataclasses.asdict(self), "method": Path(self.method).name, "protocol": self.protocol}
-        for name in ("preset", "given", *(() if self.overrides else ("overrides",))):  # in `changed`, as far as they matter
+        # In `changed`, as far as they matter; the protocol says what was rehearsed.
+        for name in ("preset", "given", "rehearsed", *(() if self.overrides else ("overrides",))):
             del defining[name]
         digest = hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:8]
         name = f"{self.variant}-{self.target}-{self.seed}-{digest}.json"
@@ -99,7 +110,7 @@ class Results(NamedTuple):
     damaged: list[str]
     """A message for each file that could not be read."""
     current: list[dict[str, Any]]
-    """All cells that were run under the rules of today."""
+    """All cells whose estimates were made as today; of several protocols the newest."""
 
 
 def read(results: Path) -> Results:
@@ -117,7 +128,9 @@ def read(results: Path) -> Results:
         except (OSError, ValueError, KeyError, TypeError) as error:
             damaged.append(f"{path}: not a readable cell ({type(error).__name__}: {error}); remove it and run it again")
     cells = list(latest.values())
-    return Results(_shown(cells), damaged, [cell for cell in cells if cell["protocol"] == current_protocol(cell)])
+    newest = {key[:-1]: cell for key, cell in sorted(latest.items(), key=lambda item: item[0][-1])}
+    current = [cell for cell in newest.values() if cell["protocol"] >= _searched_protocol(cell)]
+    return Results(_shown(cells), damaged, current)
 
 
 def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

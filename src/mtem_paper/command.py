@@ -74,10 +74,18 @@ def reproduce(
     failed = False
     model = model or protocol.DATASETS[dataset].default_model
     if what in (*RUNS, "all"):
+        from mtem_paper import rehearsals
+
+        if not list_:
+            check_model(model, device)
+            needed(data, dataset)
+        name, overrides = protocol.model_name(model, model_name), parse_settings(set_)
+        rehearsed = rehearsals.choices(results, dataset, name)
         cells = protocol.plan(
-            [name for name in RUNS if what in (name, "all")], dataset, model, protocol.model_name(model, model_name),
+            [name for name in RUNS if what in (name, "all")], dataset, model, name,
             seeds=None if seeds is None else numbers(seeds), targets=listed(targets), settings_=listed(settings),
-            pools=listed(pools), variants=listed(variants), overrides=parse_settings(set_),
+            pools=listed(pools), variants=listed(variants), overrides=overrides,
+            rehearsed=None if overrides or (list_ and not rehearsed) else rehearsed,
         )  # fmt: skip
         if not cells:
             raise RequestError(f"{what}: nothing to run for {dataset} with these options")
@@ -108,17 +116,22 @@ def reproduce(
         raise typer.Exit(1)
 
 
+def check_model(model: str, device: str) -> None:
+    """Refuse a model or a device that there is not."""
+    from mtem import models
+    from mtem.run.adapt import find_settings
+    from mtem.training.devices import find_device
+
+    find_device(device)
+    models.find(model, find_settings(model, "source-only", "recommended", {}).model)
+
+
 def run(
     cells: list[Cell], results: Path, data: Path, model: str, device: str, jobs: int, limit: float | None, progress: Progress
 ) -> bool:
     """Run the missing cells, print a summary, and return whether any failed."""
-    from mtem import models
-    from mtem.run.adapt import find_settings
-    from mtem.training.devices import find_device
     from mtem_paper import runner, splits
 
-    find_device(device)
-    models.find(model, find_settings(model, cells[0].method, cells[0].preset, cells[0].given).model)
     for target, pool in dict.fromkeys((cell.target, cell.pool) for cell in cells):
         splits.read(cells[0].dataset, data, target, pool)
     try:
@@ -143,10 +156,7 @@ def rehearse(
     limit: float | None, list_: bool, progress: Progress,
 ) -> bool:  # fmt: skip
     """Run the missing trials of rehearsals, print a summary, and return whether any failed."""
-    from mtem import models
     from mtem.rehearsal.trials import Trial
-    from mtem.run.adapt import find_settings
-    from mtem.training.devices import find_device
     from mtem_paper import rehearsals
 
     tasks = rehearsals.plan(dataset, name, targets=targets, methods=methods, seeds=seeds, overrides=overrides)
@@ -159,8 +169,7 @@ def rehearse(
             out.print(f"{'missing' if task in missing else 'exists '} {task.address}", markup=False)
         out.print(f"{len(trials) - len(missing)} of {len(trials)} trials exist", markup=False)
         return False
-    find_device(device)
-    models.find(model, find_settings(model, trials[0].work.method, rehearsals.PRESET, {}).model)
+    check_model(model, device)
     rehearser = rehearsals.Rehearser(needed(data, dataset), model, device, results)
     summary = rehearsals.run(tasks, rehearser, jobs=jobs, limit=limit, progress=progress)
     line = f"{summary.done} trials run, {summary.existed} existed, {len(summary.failed)} failed, {summary.left} not started"

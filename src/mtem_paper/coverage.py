@@ -87,7 +87,7 @@ def earlier_rules(cells: Sequence[Cell], current: Sequence[Cell]) -> str:
         shown = at(cells, place)
         old = [cell for cell in shown if cell["protocol"] != cell_files.current_protocol(cell)]
         if old:
-            rerun = [cell for cell in at(current, place) if cell["protocol"] > 1]
+            rerun = [cell for cell in at(current, place) if cell["protocol"] == cell_files.current_protocol(cell) > 2]
             rows.append([place.title, str(len(shown)), str(len(old)), str(len(rerun))])
     header = ["where", "runs shown", "of earlier rules", "run again so far"]
     return table(header, rows) if rows else "None.\n"

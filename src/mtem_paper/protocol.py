@@ -310,6 +310,7 @@ def plan(
     pools: Sequence[str] | None = None,
     variants: Sequence[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    rehearsed: Mapping[tuple[str, str, bool], Mapping[str, Any]] | None = None,
 ) -> list[Cell]:
     """Return the cells of some experiments: seed by seed, the unsupervised setting first, the data set's first pool first.
 
@@ -324,7 +325,10 @@ def plan(
     seeds, targets, settings_, pools, variants
         Restrictions; None stands for what the plan has. A variant may be the file of a method.
     overrides
-        Settings of a rehearsal, whose cells never count as results.
+        Settings of a trial, whose cells never count as results.
+    rehearsed
+        Settings from rehearsals by target, method and whether no class shares are assumed, as `rehearsals.choices` returns
+        them. Without it, cells are planned as before there were rehearsals: with a search over `FACTORS`.
 
     Raises
     ------
@@ -362,9 +366,37 @@ def plan(
         for variant in [key[2] for key in requested if key[:2] == (setting, pool)]
         if (targets is None or target in targets) and fits(variant, dataset, setting, target)
     ]
+    if rehearsed is not None:
+        cells = [with_rehearsal(cell, rehearsed) for cell in cells]
     if cells and (unused := set(overrides or {}).difference(*(cell.overrides for cell in rows.values()))):
         raise RequestError(f"--set {sorted(unused)[0]}=...: not a setting of the methods to run")
     return cells
+
+
+def with_rehearsal(cell: Cell, rehearsed: Mapping[tuple[str, str, bool], Mapping[str, Any]]) -> Cell:
+    """Return the cell with the settings that were rehearsed for its target and method.
+
+    A method that cannot be rehearsed (it needs labeled target texts, or is the user's own) has MTEM's settings. A variant with
+    another preset keeps its own.
+
+    Raises
+    ------
+    RequestError
+        If there is no rehearsal.
+    """
+    if cell.method == "source-only":
+        return cell
+    if cell.preset != "recommended":  # the paper's constants are what they are
+        return dataclasses.replace(cell, factors=(1.0,), rehearsed=True)
+    uncorrected = find(cell.variant if cell.variant in VARIANTS else cell.method).uncorrected
+    found = rehearsed.get((cell.target, cell.method, uncorrected)) or rehearsed.get((cell.target, "mtem", uncorrected))
+    if found is None:
+        raise RequestError(
+            f"{cell}: no rehearsal on its sources; first run 'mtem reproduce rehearsal --dataset {cell.dataset} ...'"
+        )
+    given = {**found, **cell.given}
+    changed = {**cell.changed, **{name: given[name] for name in found}}
+    return dataclasses.replace(cell, given=given, changed=changed, factors=(1.0,), rehearsed=True)
 
 
 def fits(variant: str, dataset: str, setting: str, target: str) -> bool:

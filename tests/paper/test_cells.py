@@ -18,19 +18,20 @@ def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(
         path.write_text(json.dumps(made))
 
     for seed in (0, 1):
-        result(1, seed)
-        result(1, seed, prior="none", variant="mtem-as-is")  # nothing has changed for these
-    result(2, 0)
+        result(2, seed)
+        result(1, seed, prior="none", variant="out-as-is")  # nothing has changed for these
+    result(1, 0, variant="dann")  # its estimate was made otherwise
+    result(3, 0)
     found = cells.read(tmp_path)
     assert sorted((cell["variant"], cell["seed"], cell["protocol"]) for cell in found.cells) == [
-        ("mtem", 0, 1), ("mtem", 1, 1), ("mtem-as-is", 0, 1), ("mtem-as-is", 1, 1),
+        ("mtem", 0, 2), ("mtem", 1, 2), ("out-as-is", 0, 1), ("out-as-is", 1, 1),
     ]  # fmt: skip
-    current = [("mtem", 2), ("mtem-as-is", 1), ("mtem-as-is", 1)]
-    assert sorted((cell["variant"], cell["protocol"]) for cell in found.current) == current
+    current = [("mtem", 2), ("mtem", 3), ("out-as-is", 1), ("out-as-is", 1)]
+    assert sorted((cell["variant"], cell["protocol"]) for cell in found.current) == current, "of each run the newest"
     assert "| PHEME, bigcn, unsupervised | 4 | 2 | 1 |" in coverage.earlier_rules(found.cells, found.current)
-    result(2, 1)
+    result(3, 1)
     found = cells.read(tmp_path)
-    assert {cell["protocol"] for cell in found.cells if cell["variant"] == "mtem"} == {2}
+    assert {cell["protocol"] for cell in found.cells if cell["variant"] == "mtem"} == {3}
     assert coverage.earlier_rules(found.cells, found.current) == "None.\n"
 
 
@@ -42,13 +43,14 @@ def test_damaged_files_and_rehearsals_are_no_results(tmp_path):
         "overrides": {},
         "protocol": 2,
         "oracle": False,
+        "method": "mtem",
         "settings": {"target_class_prior": "uniform"},
         "finished": "2026-01-01",
         "score": 1,
     }
     path = cells.write(tmp_path, cell, result)
     cells.write(tmp_path, dataclasses.replace(cell, target="b"), {**result, "target": "b", "overrides": {"steps": "1"}})
-    cells.write(tmp_path, dataclasses.replace(cell, target="c"), {**result, "target": "c", "protocol": 3})
+    cells.write(tmp_path, dataclasses.replace(cell, target="c"), {**result, "target": "c", "protocol": 4})
     cells.write(tmp_path, dataclasses.replace(cell, factors=(9.0,)), {**result, "finished": "2025-01-01", "score": 0})
     path.with_name("half-a-0-00000000.json").write_text(path.read_text()[:40])
     path.with_name("list-a-0-00000000.json").write_text("[]")
