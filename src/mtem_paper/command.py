@@ -76,19 +76,24 @@ def reproduce(
     if what in (*RUNS, "all"):
         from mtem_paper import rehearsals
 
-        if not list_:
-            check_model(model, device)
-            needed(data, dataset)
         name, overrides = protocol.model_name(model, model_name), parse_settings(set_)
-        rehearsed = rehearsals.choices(results, dataset, name)
-        cells = protocol.plan(
-            [name for name in RUNS if what in (name, "all")], dataset, model, name,
-            seeds=None if seeds is None else numbers(seeds), targets=listed(targets), settings_=listed(settings),
-            pools=listed(pools), variants=listed(variants), overrides=overrides,
-            rehearsed=None if overrides or (list_ and not rehearsed) else rehearsed,
-        )  # fmt: skip
+
+        def plan(rehearsed: rehearsals.Choices | None) -> list[Cell]:
+            return protocol.plan(
+                [name for name in RUNS if what in (name, "all")], dataset, model, name,
+                seeds=None if seeds is None else numbers(seeds), targets=listed(targets), settings_=listed(settings),
+                pools=listed(pools), variants=listed(variants), overrides=overrides, rehearsed=rehearsed,
+            )  # fmt: skip
+
+        cells = plan(None)
         if not cells:
             raise RequestError(f"{what}: nothing to run for {dataset} with these options")
+        if not list_:
+            needed(data, dataset)
+            check_model(model, device)
+        rehearsed = rehearsals.choices(results, dataset, name)
+        if not overrides and (rehearsed or not list_):
+            cells = plan(rehearsed)
         if list_:
             show(results, cells)
             return

@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -511,7 +511,10 @@ def read(results: Path, keep: Callable[[dict[str, Any]], bool] = lambda record: 
             yield Rehearsed(record, Trial(**record["trial"]), path.relative_to(folder).with_name(path.name.removesuffix(".json")))
 
 
-def choices(results: Path, dataset: str, model: str) -> dict[tuple[str, str, bool], dict[str, Any]]:
+Choices: TypeAlias = Mapping[tuple[str, str, bool], Mapping[str, Any]]  # by target, method, and whether without a prior
+
+
+def choices(results: Path, dataset: str, model: str) -> Choices:
     """Return the settings that rehearsals choose, by target, method and whether no class shares may be assumed.
 
     Of each target and method, only configurations that were tried on all of its sources are compared.
