@@ -149,7 +149,11 @@ def print_summary(record: dict[str, Any], output: Path) -> None:
     if choice["kept_source_model"]:
         summary = "the source model was kept" if record["steps"]["adapt"] else "source training only"
     else:
-        summary = f"weights of step {choice['chosen_step']} of {record['steps']['adapt']}, chosen by {choice['criterion']}"
+        by = "the last ones" if choice["criterion"] == "last" else f"chosen by {choice['criterion']}"
+        summary = f"weights of step {choice['chosen_step']} of {record['steps']['adapt']}, {by}"
+        if record.get("choices", {}).get("stop_epochs") == "rehearsal":
+            settings = record["settings"]
+            summary += f"; passes ({settings['stop_epochs']:g} of {settings['epochs']:g}) and learning rate as rehearsed"
     out.print(Text(summary))
     estimates = record.get("estimate") or {}
     if not any(estimates.get(name) for name in ("before", "after")):
