@@ -104,6 +104,7 @@ def advise(choice: Choice, scored: Sequence[Scored], resolved: Mapping[str, Any]
     return Advice(
         method=configuration.method, settings=settings, adapt=choice.epoch > 0, gains=choice.gains, mean=choice.mean,
         low=choice.low, high=choice.high, score=choice.score,
+        accuracy_before=accuracies(whole, 0.0), accuracy_after=accuracies(whole, choice.epoch),
         errors_before=estimate_errors(whole, 0.0), errors_after=estimate_errors(whole, choice.epoch),
         temperature_before=temperature(whole, 0.0), temperature_after=temperature(whole, choice.epoch),
         shares=[shares.min(axis=0).tolist(), shares.max(axis=0).tolist()], confidence=[min(confidences), max(confidences)],
@@ -115,9 +116,14 @@ def without_adapting(advice: Advice) -> Advice:
     settings = {name: advice.settings[name] for name in ("target_class_prior", "frozen_layers")}
     return dataclasses.replace(
         advice, method=SOURCE_ONLY, settings=settings, adapt=False, gains=dict.fromkeys(advice.gains, 0.0), mean=0.0, low=0.0,
-        high=0.0, score=advice.score - advice.mean, errors_after=advice.errors_before,
+        high=0.0, score=advice.score - advice.mean, accuracy_after=advice.accuracy_before, errors_after=advice.errors_before,
         temperature_after=advice.temperature_before,
     )  # fmt: skip
+
+
+def accuracies(trials: Sequence[Scored], epoch: float) -> dict[str, float]:
+    """Return the true accuracy after so many passes, by domain."""
+    return {trial.outputs.trial.domain: round(trial.figures[trial.at(epoch)].accuracy, 5) for trial in trials}
 
 
 def estimate_errors(trials: Sequence[Scored], epoch: float) -> dict[str, float]:

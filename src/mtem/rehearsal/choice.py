@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 
 from mtem.selection.criteria import holds_up
 
-NOT_ADAPTED = 0.0  # passes of the source model
+LEVEL = 0.002  # scores that differ by less are the same; of such passes the last one is taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,22 +87,38 @@ class Choice:
 def choose(curves: Sequence[Curve]) -> Choice:
     """Return the configuration and the number of passes with the highest mean score over the domains.
 
-    Each domain counts once, whatever the number of its trials. A candidate's score is averaged with its neighbours', one pass
-    before and after, since the best of many is partly chance. The source model wins ties. All configurations must have been
-    tried in the same domains.
+    Each domain counts once, whatever the number of its trials. All configurations must have been tried in the same domains.
+
+    - A candidate's score is averaged with its neighbours', one pass before and after: the best of many is partly chance.
+    - Of the passes from the best one on that are within `LEVEL` of it, the last is taken: the learning rate falls during a
+      run, so later weights move less from one run to the next.
+    - The source model is kept unless the mean gain is larger than what the score of one domain typically changes by from pass
+      to pass: a smaller gain is chance.
     """
     best: Choice | None = None
-    chosen_score = -math.inf
     for configuration, group in _by_configuration(curves).items():
         epochs, scores = mean_scores(group)
-        smooth = smoothed(scores.mean(axis=0))
-        number = int(np.argmax(smooth > smooth.max() - 1e-12))
-        # The source model under an assumed prior is a candidate of its own; of equal ones, the first configuration's.
-        if smooth[number] > chosen_score + 1e-12:
-            best, chosen_score = summarise(configuration, group, float(epochs[number])), float(smooth[number])
+        choice = summarise(configuration, group, float(epochs[_best_pass(scores)]))
+        if best is None or choice.score > best.score + 1e-12:  # of equal ones, the first
+            best = choice
     if best is None:
         raise ValueError("no trials to choose from")
     return best
+
+
+def _best_pass(scores: np.ndarray) -> int:
+    """Return the number of the candidate to take, by the scores of the domains, [D, C]."""
+    smooth = smoothed(scores.mean(axis=0))
+    best = int(np.argmax(smooth))
+    if best:
+        best = max(number for number in range(best, len(smooth)) if smooth[number] >= smooth[best] - LEVEL)
+    return best if float((scores[:, best] - scores[:, 0]).mean()) > pass_to_pass(scores) else 0
+
+
+def pass_to_pass(scores: np.ndarray) -> float:
+    """Return the root mean square change of a domain's score from one pass to the next, without the source model."""
+    changes = np.diff(scores[:, 1:], axis=1)
+    return float(np.sqrt(np.square(changes).mean())) if changes.size else 0.0
 
 
 def summarise(configuration: Configuration, curves: Sequence[Curve], epoch: float) -> Choice:

@@ -293,11 +293,13 @@ class Run:
             estimated = self.estimate(after, shares, reference)
         if self.advice is None or self.inputs.target_labeled_stream is not None:  # labeled target texts are better evidence
             return {"before": uncorrected, "after": estimated}
-        errors = self.advice.errors_after if adapted else self.advice.errors_before
-        before_errors = self.advice.errors_before if shares is None else {}  # a rehearsal with a prior estimates with it
+        advice, plain = self.advice, shares is None  # rehearsed source models have the assumed shares too
+        known = (advice.accuracy_after, advice.errors_after) if adapted else (advice.accuracy_before, advice.errors_before)
         return {
-            "before": uncorrected and correct_estimate(uncorrected, before_errors),
-            "after": estimated and correct_estimate(estimated, errors),
+            "before": correct_estimate(uncorrected, advice.accuracy_before, advice.errors_before)
+            if uncorrected is not None and plain
+            else uncorrected,
+            "after": estimated and correct_estimate(estimated, *known),
         }
 
     def estimate(

@@ -20,8 +20,8 @@ from mtem.tensors import read_tensors
 
 SOURCE_ONLY = "source-only"
 RECORD, LEFT_OUT = "rehearsal.json", "left-out.safetensors"
-# The spread of estimate errors over domains before any was seen: a deviation of 3 points, worth three domains.
-ASSUMED_ERROR, ASSUMED_DOMAINS = 0.03, 3
+# The spread of estimate errors over domains before any was seen: a deviation of 2 points, worth two domains.
+ASSUMED_ERROR, ASSUMED_DOMAINS = 0.02, 2
 OUTSIDE = 0.05  # how far shares and confidence may lie outside what was rehearsed before a warning
 
 
@@ -43,8 +43,10 @@ class Advice:
         Mean gain, and its 95 % interval (None with one domain).
     score
         Mean score after the adaptation.
+    accuracy_before, accuracy_after
+        True accuracy of the source model and of the adapted one, by domain.
     errors_before, errors_after
-        Estimated less true accuracy of the source model and of the adapted one, by domain.
+        Accuracy estimated without labels less the true one, by domain.
     temperature_before, temperature_after
         With which the logits fit the labels of the rehearsed domains best.
     shares
@@ -61,6 +63,8 @@ class Advice:
     low: float | None
     high: float | None
     score: float
+    accuracy_before: dict[str, float]
+    accuracy_after: dict[str, float]
     errors_before: dict[str, float]
     errors_after: dict[str, float]
     temperature_before: float
@@ -141,29 +145,50 @@ class Rehearsal:
                 raise RequestError(f"{self.path or 'rehearsal'}: its {name} is {own}, this run's is {other}; rehearse again")
 
 
-def correct_estimate(estimate: Estimate, errors: Mapping[str, float]) -> Estimate:
-    r"""Return the estimate less its usual error in rehearsed domains, with an interval sized by these errors.
+def correct_estimate(estimate: Estimate, accuracies: Mapping[str, float], errors: Mapping[str, float]) -> Estimate:
+    r"""Return an accuracy estimate that has learned from the rehearsed domains, with an interval sized by its errors there.
 
-    With the errors :math:`e_d` in D domains, the estimate is lowered by :math:`m = \sum_d e_d / (D + 1)` (shrunk towards none).
-    The interval is Student's with :math:`n = 3 + D` degrees of freedom and scale
+    Parameters
+    ----------
+    estimate
+        Of the target, without labels.
+    accuracies, errors
+        By rehearsed domain: the true accuracy :math:`a_d`, and the error of the same label-free estimate.
 
-    .. math:: s \sqrt{1 + 1/D}, \qquad s^2 = \big(3 \cdot 0.03^2 + \sum_d (e_d - m)^2\big) / n,
+    Notes
+    -----
+    The estimate is halfway between the label-free one and the mean accuracy in the D domains. The label-free one knows the target
+    but is off by a different amount in every domain; the mean knows nothing of the target but has no such error. The errors
+    :math:`e_d` of this mixture are seen by giving each domain the mean of the others. The interval is Student's with
+    :math:`n = 2 + D` degrees of freedom and scale
 
-    as if three domains with errors of 3 points had been seen before: two or three errors alone say little about their spread.
+    .. math:: s \sqrt{1 + 1/D}, \qquad s^2 = \big(2 \cdot 0.02^2 + \sum_d e_d^2\big) / n,
+
+    as if two domains with errors of 2 points had been seen before: two or three errors alone say little about their spread.
     """
-    values = np.array(list(errors.values()))
-    if not len(values):
+    domains = [name for name in accuracies if name in errors]
+    if not domains:
         return estimate
-    count = len(values)
-    shift = float(values.sum() / (count + 1))
+    known = np.array([accuracies[name] for name in domains])
+    label_free = known + np.array([errors[name] for name in domains])
+    count = len(domains)
+    if count > 1:
+        others = (known.sum() - known) / (count - 1)
+        wrong = (label_free + others) / 2 - known
+    else:
+        wrong = label_free - known
     freedom = ASSUMED_DOMAINS + count
-    variance = (ASSUMED_DOMAINS * ASSUMED_ERROR**2 + float(np.square(values - shift).sum())) / freedom
+    variance = (ASSUMED_DOMAINS * ASSUMED_ERROR**2 + float(np.square(wrong).sum())) / freedom
     half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance * (1 + 1 / count))
-    accuracy = min(1.0, max(0.0, estimate.accuracy - shift))
+    accuracy = (estimate.accuracy + float(known.mean())) / 2
     return dataclasses.replace(
         estimate, accuracy=accuracy, low=max(0.0, accuracy - half), high=min(1.0, accuracy + half), left_out=count,
-        method=f"{estimate.method}, corrected by a rehearsal", domain_error=math.sqrt(float(np.square(values).mean())),
-        notes=(f"by itself it is {estimate.accuracy:.3f}; in {count} rehearsed domains it was off by {shown(values)}",),
+        method=f"{estimate.method}, halfway to the rehearsed accuracy",
+        domain_error=math.sqrt(float(np.square(wrong).mean())),
+        notes=(
+            f"halfway between {estimate.accuracy:.3f}, estimated by confidence, and {known.mean():.3f}, the accuracy in "
+            f"{count} rehearsed domain{'s' if count > 1 else ''}; there such estimates were off by {shown(wrong)}",
+        ),
     )  # fmt: skip
 
 
