@@ -48,6 +48,7 @@ LONG = (
     "test_methods",
     "test_commands",
     "test_processes",
+    "test_rehearse",
 )
 
 
@@ -191,3 +192,17 @@ def tiny(encoder, reviews) -> dict:
         "evaluations": 3,
         "frozen_layers": 0,
     }
+
+
+@pytest.fixture(scope="session")
+def rehearsed(encoder, tmp_path_factory) -> dict:
+    """A finished rehearsal of three domains in which one of two learning rates is ruinous, and the request that it came from."""
+    import mtem
+    from tests import rehearsed
+
+    place = tmp_path_factory.mktemp("rehearsed")
+    request = {"source": rehearsed.write_domains(place, books=110, dvd=110, toys=110), "model": str(encoder), **rehearsed.SMALL}
+    compared = {"method": [rehearsed.write_method(place, "further")]}
+    compared["learning_rates"] = [rehearsed.RUINOUS_RATE, rehearsed.GOOD_RATE]
+    result = mtem.rehearse(**request, **compared, output=place / "rehearsal")
+    return {"rehearsal": result, "path": place / "rehearsal", "place": place, "request": request, "compared": compared}

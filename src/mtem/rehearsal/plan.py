@@ -131,6 +131,9 @@ def make_plan(
         if value not in priors.KINDS or value == "labeled":
             kinds = ", ".join(kind for kind in priors.KINDS if kind != "labeled")
             raise RequestError(f"--class-priors {value}: expected some of {kinds}")
+    if learning_rates is not None and not (learning_rates := list(dict.fromkeys(learning_rates))):
+        raise RequestError("--learning-rates: expected at least one number")
+    class_priors = None if class_priors is None else list(dict.fromkeys(class_priors))
     for number in learning_rates or ():
         if not 0 < number < 10:
             raise RequestError(f"--learning-rates {number}: expected a positive number")

@@ -59,13 +59,13 @@ def run_trials(
     plan, notes = cut(work, plan, first, jobs, (deadline - time.time()) / 60)
     work.plan = plan
     trials = plan_trials(work, plan, float(first["resolved"]["learning_rate"]))
-    groups = [[trial for trial in trials if trial.domain == name] for name in names]
-    failures = _run(work, groups, jobs, "trials", progress, deadline)
+    failures = _run(work, [trials], jobs, "trials", progress, deadline)  # in this order: out of time, the first ones are complete
     notes += [f"{describe(failure.task)} failed and is left out: {failure.message}" for failure in failures]
     outputs, incomplete = complete(work, trials, failed=[failure.task for failure in failures])
     notes += incomplete
     if not outputs:
-        raise RunError("no trial succeeded in every domain. " + "; ".join(notes))
+        advice = "; --resume continues with what was tried so far" if incomplete else ""
+        raise RunError(f"no method was tried in every domain. {'; '.join(notes)}{advice}")
     resolved = {"epochs": plan.epochs, "frozen_layers": first["resolved"]["frozen_layers"]}
     return outputs, resolved, notes
 
@@ -92,8 +92,9 @@ def cut(work: Work, plan: Plan, source_run: dict[str, Any], jobs: int, minutes: 
     default_rate = float(source_run["resolved"]["learning_rate"])
 
     def forecast(shorter: Plan) -> float:
-        trials = plan_trials(work, shorter, default_rate)
-        texts = sum(len(work.pool(trial.domain, trial.rare)[0]) for trial in trials if not work.is_done(trial))
+        shortened = dataclasses.replace(work, plan=shorter)  # trials of other lengths are other trials
+        trials = [trial for trial in plan_trials(shortened, shorter, default_rate) if not shortened.is_done(trial)]
+        texts = sum(len(work.pool(trial.domain, trial.rare)[0]) for trial in trials)
         return COST * float(seconds) * shorter.epochs * texts / 60 / max(1, min(jobs, len(trials)))
 
     whole, notes = plan, []
@@ -128,7 +129,7 @@ def complete(work: Work, trials: Sequence[Trial], failed: Sequence[Trial]) -> tu
         if all(work.is_done(trial) for trial in group):
             outputs += [work.read(trial) for trial in group]
         elif not any(trial in failed for trial in group):
-            notes.append(f"out of time: {method} at {rate:g} was not tried in every domain and is left out; --resume continues")
+            notes.append(f"out of time: {method} at {rate:g} was not tried in every domain and is left out")
     return outputs, notes
 
 

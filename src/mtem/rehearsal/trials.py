@@ -81,10 +81,7 @@ class Trial:
     @property
     def name(self) -> str:
         """A file name."""
-        fields = [*dataclasses.astuple(self)]
-        fields[1] = Path(self.method).name
-        digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:8]
-        return f"{Path(self.method).stem}-{digest}"
+        return f"{Path(self.method).stem}-{digest_of(dataclasses.astuple(self))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +197,10 @@ class Work:
 
     def source_model_path(self, task: SourceTask) -> Path:
         """Return the run directory of a source model."""
-        return self.folder / "source-models" / f"{self.domains.names.index(task.domain)}-{Path(task.method).stem}"
+        name = f"{self.domains.names.index(task.domain)}-{Path(task.method).stem}"
+        if task.method.endswith(".py"):  # two files may have the same name
+            name += f"-{digest_of(task.method)}"
+        return self.folder / "source-models" / name
 
     def source_task(self, trial: Trial) -> SourceTask:
         """Return the training of the source model that a trial begins from."""
@@ -310,6 +310,11 @@ class Recorder:
             seconds=round(seconds, 2),
             machine=machine(record["resolved"]["device"]),
         )
+
+
+def digest_of(value: Any) -> str:
+    """Return a few letters that differ for different values, for file names."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:8]
 
 
 def has_own_head(method: str) -> bool:
