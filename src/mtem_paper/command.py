@@ -162,7 +162,7 @@ def rehearse(
 ) -> bool:  # fmt: skip
     """Run the missing trials of rehearsals, print a summary, and return whether any failed."""
     from mtem.rehearsal.trials import Trial
-    from mtem_paper import rehearsals
+    from mtem_paper import rehearsal_tables, rehearsals
 
     tasks = rehearsals.plan(dataset, name, targets=targets, methods=methods, seeds=seeds, overrides=overrides)
     trials = [task for task in tasks if isinstance(task.work, Trial)]
@@ -177,6 +177,8 @@ def rehearse(
     check_model(model, device)
     rehearser = rehearsals.Rehearser(needed(data, dataset), model, device, results)
     summary = rehearsals.run(tasks, rehearser, jobs=jobs, limit=limit, progress=progress)
+    if not overrides and (results / rehearsals.OUTPUTS).is_dir():
+        rehearsal_tables.measure_calibration(results, results / rehearsals.OUTPUTS)
     line = f"{summary.done} trials run, {summary.existed} existed, {len(summary.failed)} failed, {summary.left} not started"
     out.print(f"{results}: {line}", markup=False)
     for task, reason in summary.failed:

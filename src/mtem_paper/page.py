@@ -14,7 +14,7 @@ from mtem.atomic import replaced
 from mtem.errors import RequestError
 from mtem.progress import Progress
 from mtem_paper import cells as cell_files
-from mtem_paper import checks, coverage, figures, measurements, statistics, tables
+from mtem_paper import checks, coverage, figures, measurements, rehearsal_tables, rehearsals, statistics, tables
 from mtem_paper.formatting import bullets, digits, percent, picture
 from mtem_paper.protocol import DATASETS
 from mtem_paper.statistics import LEVEL, name_of, recomputed
@@ -83,6 +83,7 @@ def sections(results: Path, loaded: cell_files.Results, drawn: dict[str, str]) -
     """Return what makes the value of each placeholder of the template; a dict has the values of several."""
     cells = loaded.cells
     boards = tables.boards(cells)
+    rehearsed = list(rehearsals.read(results))
 
     def headline() -> dict[str, str]:
         result = tables.headline(boards)
@@ -116,6 +117,11 @@ def sections(results: Path, loaded: cell_files.Results, drawn: dict[str, str]) -
         "batch_sizes": lambda: tables.batch_sizes(cells),
         "estimates": lambda: checks.estimates(loaded.current),
         "choices": lambda: checks.choices(cells),
+        "rehearsal_stopping": lambda: rehearsal_tables.stopping(rehearsed),
+        "rehearsal_automatic": lambda: rehearsal_tables.automatic(rehearsed),
+        "rehearsal_estimates": lambda: rehearsal_tables.estimates(rehearsed),
+        "rehearsal_calibration": lambda: rehearsal_tables.calibration(results),
+        "rehearsal_shares": lambda: rehearsal_tables.shares(rehearsed),
         "entropy_figure": entropy,
         "trajectories": lambda: measurements.trajectories(cells, drawn),
         "cost_figures": lambda: measurements.cost_figures(cost, drawn),
