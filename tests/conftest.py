@@ -206,3 +206,17 @@ def rehearsed(encoder, tmp_path_factory) -> dict:
     compared["learning_rates"] = [rehearsed.RUINOUS_RATE, rehearsed.GOOD_RATE]
     result = mtem.rehearse(**request, **compared, output=place / "rehearsal")
     return {"rehearsal": result, "path": place / "rehearsal", "place": place, "request": request, "compared": compared}
+
+
+@pytest.fixture(scope="session")
+def worse(encoder, tmp_path_factory) -> dict:
+    """A finished rehearsal of a method whose steps make the model worse."""
+    import mtem
+    from tests import rehearsed
+
+    place = tmp_path_factory.mktemp("worse")
+    request = {"source": rehearsed.write_domains(place, books=160, dvd=160), "model": str(encoder), **rehearsed.SMALL}
+    request |= {"source_epochs": 4}
+    method = rehearsed.write_method(place, "worse")
+    result = mtem.rehearse(**request, method=method, learning_rates=[3e-3], output=place / "rehearsal")
+    return {"rehearsal": result, "path": place / "rehearsal", "request": request, "method": method}

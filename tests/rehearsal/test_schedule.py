@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,7 +195,7 @@ def stop_after(monkeypatch, clock, trials):
 @pytest.fixture
 def request_(rehearsed, tmp_path):
     """Two domains, in one of which nothing is rehearsed since it is too small."""
-    books, dvd, toys = (open(path).read().splitlines() for path in rehearsed["request"]["source"])
+    books, dvd, toys = (Path(path).read_text().splitlines() for path in rehearsed["request"]["source"])
     for name, lines in (("first", books), ("second", dvd), ("rest", toys[:80])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second", "rest")]
@@ -215,7 +216,7 @@ def test_out_of_time_the_first_configurations_are_complete(request_, rehearsed, 
 def test_out_of_time_before_anything_is_complete(request_, rehearsed, tmp_path, monkeypatch, clock):
     ran = stop_after(monkeypatch, clock, 1)
     compared = {**rehearsed["compared"], "learning_rates": [1e-3]}
-    with pytest.raises(RunError, match="no method was tried in every domain.*out of time.*--resume continues"):
+    with pytest.raises(RunError, match=r"no method was tried in every domain.*out of time.*--resume continues"):
         mtem.rehearse(**request_, **compared, budget=30, output=tmp_path / "out")
     assert json.loads((tmp_path / "out" / "rehearsal.json").read_text())["status"] == "running" and len(ran) == 1
     found = mtem.rehearse(**request_, **compared, budget=30, output=tmp_path / "out", resume=True)
@@ -233,7 +234,7 @@ def test_a_method_that_fails_is_left_out(request_, rehearsed, tmp_path):
 
 
 def test_nothing_is_left_if_all_fail(request_, tmp_path):
-    with pytest.raises(RunError, match="no method was tried in every domain.*broken$"):
+    with pytest.raises(RunError, match=r"no method was tried in every domain.*broken$"):
         mtem.rehearse(**request_, method=write_method(tmp_path, "raises"), learning_rates=[1e-3], output=tmp_path / "out")
 
 
@@ -242,6 +243,6 @@ def test_nothing_goes_on_without_a_source_model(request_, rehearsed, tmp_path, m
         raise RequestError("out of luck")
 
     monkeypatch.setattr(Work, "train_source", broken)
-    with pytest.raises(RunError, match="the source model without first failed: out of luck$"):
+    with pytest.raises(RunError, match=r"the source model without first failed: out of luck$"):
         mtem.rehearse(**request_, **rehearsed["compared"], output=tmp_path / "out")
     assert not (tmp_path / "out" / "trials").exists()
