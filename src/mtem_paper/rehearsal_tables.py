@@ -117,7 +117,15 @@ def cases(records: Sequence[Rehearsed], dataset: str, prior: str | None = None) 
                 )
                 for run in runs if run.trial.learning_rate == rate
             ]  # fmt: skip
-    return found
+    return _whole(found, len(DATASETS[dataset].targets))
+
+
+def _whole(found: Sequence[Case], targets: int) -> list[Case]:
+    """Return the cases of methods and seeds that all targets have: means over different targets are not comparable."""
+    counts: dict[tuple[str, int], int] = {}
+    for case in found:
+        counts[case.method, case.seed] = counts.get((case.method, case.seed), 0) + 1
+    return [case for case in found if counts[case.method, case.seed] == targets]
 
 
 def title(method: str) -> str:
@@ -169,14 +177,19 @@ def automatic(records: Sequence[Rehearsed]) -> str:
             if len(own) == len(targets):
                 means[method] = _mean(case.scores["chosen"] for case in own)
         chosen = [
-            max((case for case in seed0 if case.target == target and case.method in means), key=lambda case: case.choice.score)
-            for target in targets
+            most_promising([case for case in seed0 if case.target == target and case.method in means]) for target in targets
         ]
         best = max(means, key=lambda method: means[method])
         names = ", ".join(f"{case.target} {title(case.method)}" for case in chosen)
         score = _mean(case.scores["chosen"] for case in chosen)
         rows.append([DATASETS[key].title, names, digits(score, 4), f"{title(best)} {digits(means[best], 4)}"])
     return table(["data", "chosen", "its mean score", "best single method (oracle)"], rows) if rows else NOT_RUN
+
+
+def most_promising(here: Sequence[Case]) -> Case:
+    """Return the case of the method that the rehearsals of a target choose."""
+    chosen = choose([trial.curve() for case in here for trial in case.trials])
+    return next(case for case in here if case.method == chosen.configuration.method)
 
 
 def estimates(records: Sequence[Rehearsed]) -> str:

@@ -61,7 +61,7 @@ def analyse(
     names = list(dict.fromkeys(trial.outputs.trial.method for trial in scored))
     choices = {name: choose([t.curve(len(classes)) for t in scored if t.outputs.trial.method == name]) for name in names}
     advice = {name: advise(choices[name], scored, resolved) for name in names}
-    best = max(names, key=lambda name: choices[name].score)  # the first of equal ones
+    best = choose([trial.curve(len(classes)) for trial in scored]).configuration.method
     recommended, why = recommend(best, choices)
     advice[SOURCE_ONLY] = without_adapting(advice[best])
     left_out = left_out_logits(scored)

@@ -94,16 +94,20 @@ def choose(curves: Sequence[Curve]) -> Choice:
       run, so later weights move less from one run to the next.
     - The source model is kept unless the mean gain is larger than what the score of one domain typically changes by from pass
       to pass: a smaller gain is chance.
+    - Of configurations within `LEVEL` of the best, the one whose gain differs least between the domains is taken, since the
+      target is one more domain; of equal ones, the first.
     """
-    best: Choice | None = None
+    choices = []
     for configuration, group in _by_configuration(curves).items():
         epochs, scores = mean_scores(group)
-        choice = summarise(configuration, group, float(epochs[_best_pass(scores)]))
-        if best is None or choice.score > best.score + 1e-12:  # of equal ones, the first
-            best = choice
-    if best is None:
+        choices.append(summarise(configuration, group, float(epochs[_best_pass(scores)])))
+    if not choices:
         raise ValueError("no trials to choose from")
-    return best
+    best = max(choices, key=lambda choice: choice.score)
+    if not best.epoch:
+        return best
+    level = [choice for choice in choices if choice.epoch and choice.score >= best.score - LEVEL]
+    return min(level, key=lambda choice: round(float(np.std(list(choice.gains.values()))), 12))
 
 
 def _best_pass(scores: np.ndarray) -> int:

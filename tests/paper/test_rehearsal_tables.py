@@ -1,0 +1,169 @@
+"""Rehearsals against the truth, from made-up records: what is chosen for a target, and what its test set says of it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mtem.errors import RequestError
+from mtem_paper import protocol, rehearsal_tables, rehearsals
+from mtem_paper.protocol import DATASETS
+
+TARGETS = DATASETS["amazon"].targets
+PASSES = 3
+
+
+def record(
+    target, domain, method, scores, *, factor=2.5, seed=0, prior="none", rare="", dataset="amazon", model="minilm", error=0.0
+):
+    rate = rehearsals.RATES[dataset] * factor
+    candidates = [
+        {
+            "epoch": float(number), "score": score, "accuracy": score, "log_loss": 0.3, "calibration_error": 0.1, "infomax": 0.4,
+            "estimate": score + error, "shares": [0.5, 0.5], "confidence": 0.8,
+        }
+        for number, score in enumerate(scores)
+    ]  # fmt: skip
+    return {
+        "dataset": dataset, "model": model, "target": target, "seed": seed, "final": domain == target, "factor": factor,
+        "trial": {"domain": domain, "method": method, "learning_rate": rate, "prior": prior, "rare": rare},
+        "metric": "accuracy", "classes": ["negative", "positive"], "assumed_shares": None, "candidates": candidates,
+        "seconds": 1.0, "machine": "a machine", "settings": {"epochs": float(PASSES)}, "overrides": {},
+    }  # fmt: skip
+
+
+def save(results, *records):
+    for made in records:
+        trial = made["trial"]
+        folder = results / "rehearsals" / made["dataset"] / made["model"] / made["target"]
+        folder.mkdir(parents=True, exist_ok=True)
+        name = "final" if made["final"] else trial["domain"]
+        parts = (name, trial["method"], f"{made['factor']:g}", trial["prior"], trial["rare"], str(made["seed"]))
+        (folder / f"{'-'.join(part for part in parts if part)}.json").write_text(json.dumps(made))
+
+
+def whole(method, rehearsed, final, **changes):
+    """The trials of all targets with the same scores everywhere, and the finals."""
+    for target in TARGETS:
+        yield from (record(target, domain, method, rehearsed, **changes) for domain in TARGETS if domain != target)
+        yield record(target, target, method, final, **changes)
+
+
+@pytest.fixture
+def results(tmp_path):
+    save(tmp_path, *whole("mtem", [0.80, 0.83, 0.84, 0.84], [0.81, 0.83, 0.86, 0.85], error=0.02))
+    save(tmp_path, *whole("mtem", [0.80, 0.80, 0.81, 0.81], [0.81, 0.82, 0.82, 0.82], factor=1.0))
+    save(tmp_path, *whole("dann", [0.80, 0.70, 0.90, 0.79], [0.81, 0.70, 0.90, 0.60]))
+    return tmp_path
+
+
+def test_what_was_chosen_is_looked_up_in_the_final(results):
+    records = list(rehearsals.read(results))
+    found = rehearsal_tables.cases(records, "amazon")
+    assert {case.method for case in found} == {"mtem", "dann"} and len(found) == 2 * len(TARGETS)
+    mtem = next(case for case in found if case.method == "mtem")
+    assert mtem.choice.configuration.learning_rate == pytest.approx(5e-5) and mtem.choice.epoch == 3 and mtem.wanted
+    assert mtem.scores == pytest.approx({"before": 0.81, "chosen": 0.85, "last": 0.85, "infomax": 0.81, "best": 0.86})
+    dann = next(case for case in found if case.method == "dann")
+    assert dann.choice.epoch == 0 and dann.scores["chosen"] == 0.81, "its gain is less than its noise"
+    table = rehearsal_tables.stopping(records)
+    assert "| Amazon | DANN | 4 | .8100 | .8100 | .6000 |" in table
+    assert "|  | MTEM | 4 | .8100 | .8500 | .8500 | .8100 | .8600 | +.040 | +.040 | +.040 |" in table
+    assert "books MTEM, dvd MTEM" in rehearsal_tables.automatic(records)
+
+
+def test_a_rate_without_a_final_is_told(results):
+    for path in (results / "rehearsals").rglob("final-mtem-2.5*.json"):
+        path.unlink()
+    assert "4 (4 at another rate)" in rehearsal_tables.stopping(list(rehearsals.read(results)))
+
+
+def test_seeds_count_where_all_targets_have_them(results):
+    save(results, record("books", "books", "mtem", [0.1, 0.1, 0.1, 0.1], seed=1))
+    assert {case.seed for case in rehearsal_tables.cases(list(rehearsals.read(results)), "amazon")} == {0}
+
+
+def test_estimates_beside_the_truth(results):
+    found = [case for case in rehearsal_tables.cases(list(rehearsals.read(results)), "amazon") if case.method == "mtem"]
+    free, better, truth = found[0].estimate(3.0)
+    assert (free, truth) == pytest.approx((0.87, 0.85)) and better.accuracy == pytest.approx((0.87 + 0.84) / 2)
+    assert better.low < truth < better.high and better.left_out == 3
+    table = rehearsal_tables.estimates(list(rehearsals.read(results)))
+    assert "| Amazon | source model | 8 |" in table and "100 %" in table
+
+
+def test_nothing_was_rehearsed(tmp_path):
+    for make in (rehearsal_tables.stopping, rehearsal_tables.automatic, rehearsal_tables.estimates, rehearsal_tables.shares):
+        assert make([]) == "Not run.\n"
+    assert rehearsal_tables.calibration(tmp_path) == "Not run.\n"
+
+
+def test_a_rarer_class_is_compared_only_if_every_prior_has_it(tmp_path):
+    events = [name for name in DATASETS["pheme"].domains if name != "ferguson"]
+
+    def trials(prior, scores, rare=""):
+        return [
+            record("ferguson", name, "mtem", scores, prior=prior, rare=rare, dataset="pheme", model="bigcn") for name in events
+        ]
+
+    save(tmp_path, *trials("uniform", [0.5, 0.6, 0.6, 0.6]), *trials("none", [0.55, 0.4, 0.4, 0.4]))
+    save(tmp_path, *trials("none", [0.9, 0.9, 0.9, 0.9], rare="rumour"))
+    chosen = rehearsals.choices(tmp_path, "pheme", "bigcn")
+    assert chosen["ferguson", "mtem", False]["target_class_prior"] == "uniform"
+    assert (
+        chosen["ferguson", "mtem", True] | {"target_class_prior": "none", "stop_epochs": 0.0} == chosen["ferguson", "mtem", True]
+    )
+    save(tmp_path, *trials("uniform", [0.3, 0.3, 0.3, 0.3], rare="rumour"))
+    assert rehearsals.choices(tmp_path, "pheme", "bigcn")["ferguson", "mtem", False]["target_class_prior"] == "none"
+    assert "rarer" in rehearsal_tables.shares(list(rehearsals.read(tmp_path)))
+
+
+def test_configurations_that_were_not_tried_on_all_sources_do_not_count(results):
+    for path in (results / "rehearsals" / "amazon" / "minilm" / "books").glob("dvd-mtem-2.5*.json"):
+        path.unlink()
+    chosen = rehearsals.choices(results, "amazon", "minilm")
+    assert chosen["books", "mtem", False]["learning_rate"] == pytest.approx(2e-5)
+    assert chosen["dvd", "mtem", False]["learning_rate"] == pytest.approx(5e-5)
+
+
+# ---------------------------------------------------------------------- cells with rehearsed settings
+
+
+def planned(results, **restricted):
+    rehearsed = rehearsals.choices(results, "amazon", "minilm")
+    return protocol.plan(["general"], "amazon", "minilm", "minilm", seeds=[0], rehearsed=rehearsed, **restricted)
+
+
+def test_cells_have_the_settings_of_their_rehearsals(results):
+    cell = planned(results, variants=["mtem"], targets=["books"])[0]
+    wanted = {"learning_rate": 5e-5, "epochs": 3.0, "stop_epochs": 3.0, "criterion": "last", "target_class_prior": "none"}
+    assert wanted.items() <= cell.given.items() and cell.factors == (1.0,) and cell.protocol == 3
+    searched = protocol.plan(["general"], "amazon", "minilm", "minilm", seeds=[0], variants=["mtem"], targets=["books"])[0]
+    assert searched.protocol == 1 and searched.address != cell.address
+    save(results, *whole("mtem", [0.80, 0.80, 0.85, 0.85], [0.81] * 4, factor=1.0))
+    other = planned(results, variants=["mtem"], targets=["books"])[0]
+    assert other.given["learning_rate"] == pytest.approx(2e-5) and other.address != cell.address
+
+
+def test_what_cannot_be_rehearsed_has_the_settings_of_mtem(results):
+    wind = planned(results, variants=["wind"], targets=["books"])[0]
+    assert wind.method == "wind" and wind.given["learning_rate"] == 5e-5 and wind.protocol == 3
+    paper = planned(results, variants=["mtem-paper"], targets=["books"])[0]
+    assert "learning_rate" not in paper.given and paper.factors == (1.0,) and paper.protocol == 3
+    out = planned(results, variants=["out"], targets=["books"])[0]
+    assert out.protocol == 1 and out.given == protocol.plan(["general"], "amazon", "minilm", "minilm", variants=["out"])[0].given
+
+
+def test_without_a_rehearsal_a_cell_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="no rehearsal on its sources; first run 'mtem reproduce rehearsal --dataset amazon"):
+        planned(tmp_path, variants=["mtem"], targets=["books"])
+
+
+def test_confidence_is_measured_with_each_temperature():
+    logits = np.array([[4.0, 0.0]] * 8 + [[0.0, 4.0]] * 2)
+    labels = np.zeros(10, dtype=int)
+    sure, calmer = (rehearsal_tables._confidence(logits, labels, temperature) for temperature in (1.0, 2.885))
+    assert sure["calibration_error"] == pytest.approx(0.182, abs=1e-3) and calmer["calibration_error"] < 0.01
+    assert calmer["log_loss"] < sure["log_loss"]
