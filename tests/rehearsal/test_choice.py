@@ -101,6 +101,14 @@ def test_of_equal_configurations_the_first_wins():
     assert choose([curve([0.5, 0.6], configuration=OTHER), curve([0.5, 0.6])]).configuration == OTHER
 
 
+def test_of_level_configurations_the_steadier_one_wins():
+    uneven = [curve([0.5, 0.7, 0.7]), curve([0.5, 0.5, 0.5], "dvd")]
+    steady = [curve([0.5, 0.599, 0.599], configuration=OTHER), curve([0.5, 0.6, 0.6], "dvd", OTHER)]
+    assert choose([*uneven, *steady]).configuration == OTHER
+    behind = [curve([0.5, 0.59, 0.59], configuration=OTHER), curve([0.5, 0.59, 0.59], "dvd", OTHER)]
+    assert choose([*uneven, *behind]).configuration == ONE, "not level"
+
+
 def test_a_domain_counts_once_however_many_trials_it_has():
     common = [curve([0.5, 0.4, 0.4], rare=rare) for rare in ("", "bad", "good")]
     found = choose([*common, curve([0.5, 0.7, 0.7], "dvd")])
