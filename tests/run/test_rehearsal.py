@@ -167,6 +167,20 @@ def test_auto_ships_the_source_model_if_nothing_is_better(worse, target, tmp_pat
     assert body and all(torch.equal(value, shipped[name.removeprefix("network.")]) for name, value in body.items())
 
 
+def test_settings_of_a_method_that_is_not_recommended_are_left_out(worse, target):
+    record = json.loads(json.dumps(worse["rehearsal"].record))
+    record["advice"]["fixmatch"] = record["advice"][worse["method"]]
+    given = {"target": target, **request_of(worse), "rehearsal": Rehearsal(record, worse["rehearsal"].left_out())}
+    adapted = mtem.adapt(**given, method="auto", threshold=0.7)
+    assert adapted.record["method"] == "source-only" and "threshold" not in adapted.record["settings"]
+    for changes, name in (
+        ({"method": "auto", "index_initial": 2.0}, "index_initial"),
+        ({"method": "mtem", "threshold": 1}, "threshold"),
+    ):
+        with pytest.raises(RequestError, match=f"unknown setting '{name}'"):
+            mtem.adapt(**given, **changes)
+
+
 def test_a_method_that_is_named_all_the_same_keeps_the_source_model_and_warns(worse, target, caplog):
     given = {"target": target, **request_of(worse), "method": worse["method"], "rehearsal": worse["path"]}
     with caplog.at_level(logging.WARNING, logger="mtem"):
