@@ -395,3 +395,17 @@ def test_choose(candidates, tolerance, chosen):
 def test_choose_from_nothing():
     with pytest.raises(ValueError, match="no candidates"):
         choose([])
+
+
+# ---------------------------------------------------------------------- the guard of the criterion "last"
+
+
+@pytest.mark.parametrize(("classes", "factor"), [(2, 1.0), (10, math.log(10) / math.log(2)), (1, 1.0)])
+def test_weights_hold_up_unless_infomax_falls_by_more_than_a_twentieth_of_its_range(classes, factor):
+    most = 0.05 * math.log(2) * factor
+    assert criteria.holds_up(0.3, 0.3 - 0.99 * most, classes) and not criteria.holds_up(0.3, 0.3 - 1.01 * most, classes)
+    assert criteria.holds_up(0.3, 0.6, classes) and not criteria.holds_up(0.3, -1e9, classes)
+
+
+def test_last_is_no_function_of_one_candidate():
+    assert criteria.LAST not in criteria.CRITERIA

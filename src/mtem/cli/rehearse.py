@@ -116,7 +116,7 @@ def print_rehearsal(rehearsal: Rehearsal, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("method", no_wrap=True)
     for name in record["rehearsed"]:
-        table.add_column(Text(name), justify="right")
+        table.add_column(Text(name), justify="right", no_wrap=True)
     for name in ("mean", "95 % interval", "rate", "passes", "prior"):
         table.add_column(name, justify="right", no_wrap=True)
     for method in rehearsal.methods:
@@ -129,7 +129,8 @@ def print_rehearsal(rehearsal: Rehearsal, console: Console) -> None:
             Text(method), *(f"{advice.gains[name]:+.3f}" for name in record["rehearsed"]), f"{advice.mean:+.3f}", interval,
             f"{settings['learning_rate']:g}", passes, settings["target_class_prior"],
         )  # fmt: skip
-    console.print(table)
+    table.width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    console.print(table, crop=False)  # in a narrow console its lines are wrapped, and nothing is cut off
     before = {trial["domain"]: trial["before"] for trial in record["trials"] if not trial["rare"]}
     console.print(Text("before: " + ", ".join(f"{name} {value:.3f}" for name, value in before.items()), style="dim"))
     best = rehearsal.advice(rehearsal.method)

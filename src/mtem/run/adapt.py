@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,6 +134,8 @@ def adapt(
     if rehearsal is not None and not isinstance(rehearsal, Rehearsal):
         rehearsal = Rehearsal.load(rehearsal)
     method, advice, choices = find_choices(method, model, preset, rehearsal, given)
+    if rehearsal is not None and choices["method"] == "rehearsal":
+        given = without_settings_of_others(given, model, method, rehearsal.methods)
     method_cls, model_cls = methods.get(method), models.get_class(model)
     chosen = find_settings(model, method, preset, {**({} if advice is None else advice.settings), **given})
     device = find_device(chosen.training.device)
@@ -211,6 +213,15 @@ def find_choices(
         else:
             choices[name] = f"preset {preset}" if name in preset_values else "default"
     return method, advice, choices
+
+
+def without_settings_of_others(
+    given: Mapping[str, Any], model: str | os.PathLike[str], method: str, tried: Iterable[str]
+) -> dict[str, Any]:
+    """Return the given settings without those that the chosen method lacks and another one that was tried has."""
+    own = settings.names(*map(type, find_settings(model, method, "recommended", {})))
+    of_others = {name for other in tried for name in settings.names(methods.get(other).Settings)}
+    return {name: value for name, value in given.items() if name in own or name not in of_others}
 
 
 def describe_rehearsal(rehearsal: Rehearsal, request: Mapping[str, Any]) -> dict[str, Any]:
