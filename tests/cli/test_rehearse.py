@@ -169,7 +169,9 @@ def test_adapt_uses_a_rehearsal(rehearsed, target, tmp_path, mtem):
     assert code == 0, error
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["choices"]["method"] == record["choices"]["learning_rate"] == "rehearsal"
-    assert "chosen by last" in text and "in 3 rehearsed domains it was off by" in text
+    assert (
+        "learning rate as rehearsed" in text and "the accuracy in 3 rehearsed domains; there such estimates were off by" in text
+    )
     assert f"method {rehearsed['rehearsal'].method}: {rehearsed['rehearsal'].why}" in error
 
 

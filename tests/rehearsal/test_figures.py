@@ -115,7 +115,7 @@ def test_the_best_method_at_its_best_rate_is_recommended():
     assert list(record["advice"]) == ["mtem", "fixmatch", "source-only"]
     advice = Advice(**record["advice"]["mtem"])
     assert advice.settings == {
-        "learning_rate": 2e-3, "target_class_prior": "none", "epochs": 2.0, "stop_epochs": 1.0, "evaluations": 2,
+        "learning_rate": 2e-3, "target_class_prior": "none", "epochs": 2.0, "stop_epochs": 2.0, "evaluations": 2,
         "criterion": "last", "frozen_layers": 1,
     }  # fmt: skip
     assert advice.gains == pytest.approx({"books": 0.15, "dvd": 0.15}) and advice.score == pytest.approx(0.7)

@@ -107,10 +107,11 @@ def test_the_estimate_is_corrected(rehearsed, target, used, monkeypatch):
     record = mtem.adapt(target=target, **request_of(rehearsed), method="auto", rehearsal=rehearsed["path"]).record
     advice = rehearsed["rehearsal"].advice(rehearsed["rehearsal"].method)
     assert record["estimate"] == used[0].record["estimate"]
-    for name, raw, errors in (("before", seen[0], advice.errors_before), ("after", seen[-1], advice.errors_after)):
-        assert len(errors) == 3
-        wanted, found = correct_estimate(raw, errors), record["estimate"][name]
-        assert {**found, "notes": tuple(found["notes"])} == vars(wanted) and found["method"].endswith("corrected by a rehearsal")
+    for name, raw in (("before", seen[0]), ("after", seen[-1])):
+        known, errors = (vars(advice)[f"{what}_{name}"] for what in ("accuracy", "errors"))
+        assert list(known) == list(errors) == ["books", "dvd", "toys"]
+        wanted, found = correct_estimate(raw, known, errors), record["estimate"][name]
+        assert {**found, "notes": tuple(found["notes"])} == vars(wanted) and found["method"].endswith("the rehearsed accuracy")
     assert any(isinstance(each, Estimate) and each.accuracy != record["estimate"]["after"]["accuracy"] for each in seen)
 
 
