@@ -31,8 +31,8 @@ from mtem.progress import Progress
 from mtem.rehearsal.choice import Choice, Configuration, Curve, choose
 from mtem.rehearsal.domains import find_domains
 from mtem.rehearsal.figures import ACCURACY, F1, Figures, candidate_figures, raw_estimate
-from mtem.rehearsal.plan import Plan
-from mtem.rehearsal.trials import SHARED_SOURCE, SourceTask, Trial, TrialOutputs, Work, has_own_head, quiet_logging
+from mtem.rehearsal.plan import Plan, has_own_head
+from mtem.rehearsal.trials import SHARED_SOURCE, SourceTask, Trial, TrialOutputs, Work, quiet_logging
 from mtem.run.adapt import find_settings
 from mtem.run.record import now, versions
 from mtem.selection.accuracy_estimate import Estimate

@@ -217,7 +217,11 @@ def test_with_too_few_texts_adapt_goes_on_with_the_defaults_and_says_so(reviews,
         "adapt", [reviews["books"]], encoder, tmp_path / "run", settings, target=reviews["kitchen"], method="fixmatch,mtem"
     )
     code, _, error = mtem(*words, "--rehearse", "-q")
-    assert code == 0 and "no rehearsal: 60 labeled texts are fewer than 300; the documented defaults are used" in error
+    assert (
+        code == 0
+        and "no rehearsal, the documented defaults are used: books.jsonl: a rehearsal needs at least 300 labeled texts, got 60"
+        in error
+    )
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["method"] == "fixmatch" and record["rehearsal"] is None and record["choices"]["learning_rate"] == "default"
     assert not (tmp_path / "run" / "rehearsal").exists()

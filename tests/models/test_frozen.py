@@ -88,7 +88,7 @@ def test_a_model_stores_what_parts_of_the_corpus_need(encoder, tmp_path, layers)
     corpus = load_corpus(texts, labeled=False)
     given = (Progress(quiet=True), "frozen", 1e9)
     assert model.store_lower(model.encode(corpus), tmp_path / "store.npy", *given) == (layers > 0)
-    assert (tmp_path / "store.npy").exists() == (layers > 0)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == (["store-2.keys.npy", "store-2.npy"] if layers else [])
     part = model.encode(corpus.select([7, 3, 21]))
     stored = model.keep_lower(part, tmp_path / "part.npy", *given, tmp_path / "store.npy")
     assert not (tmp_path / "part.npy").exists()
@@ -102,7 +102,10 @@ def test_a_model_stores_what_parts_of_the_corpus_need(encoder, tmp_path, layers)
         model.eval()
         assert_near(model(model.collate(stored, [0, 1, 2])), model(model.collate(own, [0, 1, 2])))
     assert not model.store_lower(model.encode(corpus), tmp_path / "large.npy", Progress(quiet=True), "frozen", 10.0), "too large"
-    assert not (tmp_path / "large.npy").exists()
+    assert not list(tmp_path.glob("large*"))
+    model.freeze(1)
+    model.keep_lower(part, tmp_path / "less.npy", *given, tmp_path / "store.npy")
+    assert (tmp_path / "less.npy").exists(), "of another depth"
 
 
 def test_a_run_with_a_store_gives_the_same_model(tiny, encoder, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from mtem.selection.calibration import calibrate, log_softmax
 from mtem.selection.rehearsed import Advice
 
 CLASSES = ("bad", "good")
-RESOLVED = {"epochs": 2, "frozen_layers": 1}
+RESOLVED = {"epochs": 2, "frozen_layers": {"mtem": 1, "fixmatch": 1}}
 
 
 def outputs_of(

@@ -101,3 +101,10 @@ def test_no_method_is_refused():
 
 def test_a_plan_is_a_plain_value():
     assert plan(seed=3) == plan(seed="3") and dataclasses.replace(plan(), epochs=1) != plan()
+
+
+def test_a_preset_that_changes_the_training_has_its_own_source_model():
+    """The paper's preset has another weight decay: a source model of the other preset would not be its own."""
+    recommended, paper = (plan("mtem", preset=preset) for preset in ("recommended", "paper"))
+    assert not recommended.own_source_model("mtem") and paper.own_source_model("mtem")
+    assert recommended.own_source_model("mme")

@@ -115,15 +115,16 @@ def test_passes_are_cut_first(work):
 
 def test_then_learning_rates(work):
     plan, notes = cut(work, work.plan, FIRST, 1, passes(2 * 2 * MINUTES))
-    assert plan.epochs == 2 and plan.learning_rates == (1e-3,) and plan.methods == ("mtem", "fixmatch")
-    assert notes == ["to fit the budget: 2 passes instead of 6", "to fit the budget: only the learning rate 0.001 is tried"]
+    assert plan.epochs == 2 and plan.rates_of("mtem", 1e-3) == (1e-3,) and plan.methods == ("mtem", "fixmatch")
+    assert notes == ["to fit the budget: 2 passes instead of 6", "to fit the budget: only the default learning rate is tried"]
     given = dataclasses.replace(work.plan, learning_rates=(5e-3, 1e-3))
-    assert cut(work, given, FIRST, 1, passes(2 * 2 * MINUTES))[0].learning_rates == (5e-3,)
+    plan, notes = cut(work, given, FIRST, 1, passes(2 * 2 * MINUTES))
+    assert plan.learning_rates == (5e-3,) and notes[-1] == "to fit the budget: only the learning rate 0.005 is tried"
 
 
 def test_then_methods(work):
     plan, notes = cut(work, work.plan, FIRST, 1, passes(2 * MINUTES))
-    assert plan.methods == ("mtem",) and plan.learning_rates == (1e-3,) and plan.epochs == 2
+    assert plan.methods == ("mtem",) and plan.factors == (1.0,) and plan.epochs == 2
     assert notes[-1] == "to fit the budget: fixmatch not tried" and len(notes) == 3
 
 

@@ -12,8 +12,8 @@ import mtem
 from mtem.data.loading import load_corpus
 from mtem.rehearsal import trials
 from mtem.rehearsal.domains import find_domains
-from mtem.rehearsal.plan import make_plan
-from mtem.rehearsal.trials import SourceTask, Trial, TrialOutputs, Work, has_own_head
+from mtem.rehearsal.plan import has_own_head, make_plan
+from mtem.rehearsal.trials import SourceTask, Trial, TrialOutputs, Work
 from tests.conftest import make_texts, write_jsonl
 from tests.rehearsed import SMALL
 

@@ -118,25 +118,22 @@ def rehearse_first(
     source: list[Path], method: str, output: Path, resume: bool, budget: float | None, progress: Progress, options: dict[str, Any]
 ) -> tuple[Path | None, str]:
     """Rehearse into the output folder; return the rehearsal's folder and the method, or none if the texts are too few."""
-    from mtem.data.loading import load_corpus
-    from mtem.rehearsal.domains import FEWEST_LABELED
+    from mtem.rehearsal.domains import NothingToRehearseError
     from mtem.rehearsal.plan import OWN
     from mtem.rehearsal.rehearse import rehearse
     from mtem.run.directory import REHEARSAL
 
     names = [*AUTO_METHODS] if method == "auto" else listed(method)
-    texts = load_corpus(source, labeled=True, text_column=options["text_column"], label_column=options["label_column"])
-    if len(texts) < FEWEST_LABELED:
-        progress.notice(
-            f"no rehearsal: {len(texts)} labeled {texts.unit} are fewer than {FEWEST_LABELED}; the documented defaults are used"
-        )
-        return None, names[0]
     folder = output / REHEARSAL
     options = {name: value for name, value in options.items() if name not in OWN}
-    rehearsal = rehearse(
-        source, method=names, output=folder, resume=resume or folder.exists(), budget=budget, jobs=default_jobs(options),
-        progress=progress, **options,
-    )  # fmt: skip
+    try:
+        rehearsal = rehearse(
+            source, method=names, output=folder, resume=resume or folder.exists(), budget=budget, jobs=default_jobs(options),
+            progress=progress, **options,
+        )  # fmt: skip
+    except NothingToRehearseError as error:
+        progress.notice(f"no rehearsal, the documented defaults are used: {error}")
+        return None, names[0]
     print_rehearsal(rehearsal, progress.console)
     return folder, "auto" if method == "auto" or len(names) > 1 else method
 

@@ -396,10 +396,16 @@ class TextModel(Model):
         tokens = _tokens(encoded)
         if isinstance(tokens, FrozenTokens):
             return tokens
-        return frozen_tokens(tokens, lambda rows: self.lower(self.collate(tokens, rows)), width, path, progress, name, store)
+        shared = None if store is None else self._store_path(store)
+        return frozen_tokens(tokens, lambda rows: self.lower(self.collate(tokens, rows)), width, path, progress, name, shared)
+
+    def _store_path(self, store: Path) -> Path:
+        """Return the file of a store for this depth."""
+        return store.with_name(f"{store.stem}-{self.frozen_layers}.npy")
 
     def store_lower(self, encoded: EncodedCorpus, path: Path, progress: Progress, name: str, limit: float) -> bool:
         """Store the output of the frozen layers for `keep_lower` of parts of this corpus; return whether there is any."""
+        path = self._store_path(path)
         kept = self.keep_lower(encoded, path, progress, name, limit)
         if not isinstance(kept, FrozenTokens):
             return False

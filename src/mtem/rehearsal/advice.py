@@ -10,6 +10,7 @@ import numpy as np
 
 from mtem.rehearsal.choice import Choice, Configuration, Curve, choose
 from mtem.rehearsal.figures import Figures, candidate_figures
+from mtem.rehearsal.plan import has_own_head
 from mtem.rehearsal.trials import TrialOutputs
 from mtem.selection.calibration import calibrate
 from mtem.selection.criteria import LAST
@@ -39,8 +40,9 @@ class Scored:
         )  # fmt: skip
 
     def at(self, epoch: float) -> int:
-        """Return the number of the candidate after so many passes."""
-        return int(np.argmin(np.abs(self.outputs.epochs - epoch)))
+        """Return the number of the candidate that a run of so many passes would keep."""
+        kept = self.curve(self.outputs.logits.shape[2]).kept()
+        return int(kept[np.argmin(np.abs(self.outputs.epochs - epoch))])
 
 
 def analyse(
@@ -55,15 +57,18 @@ def analyse(
     classes, metric
         Class names, and what is compared.
     resolved
-        "epochs" of the trials and "frozen_layers" of the model.
+        "epochs" of the trials, and "frozen_layers" by method.
     """
     scored = [Scored(trial, candidate_figures(trial, metric, classes)) for trial in outputs]
     names = list(dict.fromkeys(trial.outputs.trial.method for trial in scored))
     choices = {name: choose([t.curve(len(classes)) for t in scored if t.outputs.trial.method == name]) for name in names}
+    overall = choose([trial.curve(len(classes)) for trial in scored])
+    best = overall.configuration.method
+    choices[best] = overall
     advice = {name: advise(choices[name], scored, resolved) for name in names}
-    best = choose([trial.curve(len(classes)) for trial in scored]).configuration.method
     recommended, why = recommend(best, choices)
-    advice[SOURCE_ONLY] = without_adapting(advice[best])
+    plain = [name for name in names if not has_own_head(name)]  # source-only ships the usual head
+    advice[SOURCE_ONLY] = without_adapting(advice[best if best in plain or not plain else plain[0]])
     left_out = left_out_logits(scored)
     return {
         "recommended": recommended,
@@ -96,7 +101,7 @@ def advise(choice: Choice, scored: Sequence[Scored], resolved: Mapping[str, Any]
     settings = {
         "learning_rate": configuration.learning_rate, "target_class_prior": configuration.prior,
         "epochs": float(resolved["epochs"]), "stop_epochs": choice.epoch, "evaluations": int(resolved["epochs"]),
-        "criterion": LAST, "frozen_layers": resolved["frozen_layers"],
+        "criterion": LAST, "frozen_layers": resolved["frozen_layers"][configuration.method],
     }  # fmt: skip
     sources = [trial.figures[0] for trial in own]
     shares = np.array([entry.shares for entry in sources]).round(4)

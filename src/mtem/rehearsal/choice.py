@@ -47,14 +47,17 @@ class Curve:
     infomax: np.ndarray
     classes: int
 
+    def kept(self) -> np.ndarray:
+        """Return the number of the candidate that a run up to each candidate would keep: an earlier one after a collapse, [C]."""
+        kept = [0]
+        for number in range(1, len(self.scores)):
+            held = holds_up(float(self.infomax[0]), float(self.infomax[number]), self.classes)
+            kept.append(number if held else kept[-1])
+        return np.array(kept)
+
     def guarded(self) -> np.ndarray:
-        """Return the score of the weights that a run would keep at each candidate: earlier ones after a collapse, [C]."""
-        kept, scores = 0, []
-        for number in range(len(self.scores)):
-            if holds_up(float(self.infomax[0]), float(self.infomax[number]), self.classes):
-                kept = number
-            scores.append(self.scores[kept])
-        return np.array(scores)
+        """Return the scores of the candidates that a run would keep, [C]."""
+        return np.asarray(self.scores[self.kept()])
 
 
 @dataclasses.dataclass(frozen=True)

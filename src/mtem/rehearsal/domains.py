@@ -18,6 +18,10 @@ MOST_CLUSTERS = 4
 DOMAINS, CLUSTERS = "domains", "clusters"
 
 
+class NothingToRehearseError(RequestError):
+    """The labeled texts are too few, or too much alike, for a rehearsal; an adaptation is still possible."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Domains:
     """The parts of the labeled texts that stand for the target in turn.
@@ -65,12 +69,12 @@ def find_domains(source: Corpus, features: Callable[[], np.ndarray], seed: int) 
 
     Raises
     ------
-    RequestError
+    NothingToRehearseError
         If there are too few labeled texts, or nothing can stand for the target.
     """
     unit = source.unit
     if len(source) < FEWEST_LABELED:
-        raise RequestError(
+        raise NothingToRehearseError(
             f"{source.name}: a rehearsal needs at least {FEWEST_LABELED} labeled {unit}, got {len(source)}; "
             "adapt without one (the documented defaults are used)"
         )
@@ -79,7 +83,7 @@ def find_domains(source: Corpus, features: Callable[[], np.ndarray], seed: int) 
         kind, numbers = CLUSTERS, cluster(features(), seed)
         names = tuple(f"cluster {number + 1}" for number in range(int(numbers.max()) + 1))
         if len(names) == 1:
-            raise RequestError(
+            raise NothingToRehearseError(
                 f"{source.name}: a rehearsal with one source domain needs clusters of at least {FEWEST_IN_CLUSTER} {unit}, "
                 f"and its {len(source)} {unit} do not form any; give a second source domain, or adapt without a rehearsal"
             )
@@ -96,7 +100,7 @@ def find_domains(source: Corpus, features: Callable[[], np.ndarray], seed: int) 
         else:
             notes.append(f"{name} does not stand for the target: {reason}")
     if not rehearsed:
-        raise RequestError(f"{source.name}: nothing can be rehearsed. {'; '.join(notes)}")
+        raise NothingToRehearseError(f"{source.name}: nothing can be rehearsed. {'; '.join(notes)}")
     if len(rehearsed) == 1:
         notes.append(f"only {names[rehearsed[0]]} could stand for the target: one domain is weak evidence")
     return Domains(kind, names, numbers, tuple(rehearsed), tuple(notes))

@@ -11,9 +11,11 @@ import numpy as np
 
 from mtem import methods, settings
 from mtem.errors import RequestError
+from mtem.methods.base import Method
 from mtem.rehearsal.domains import Domains
 from mtem.run.adapt import find_settings
 from mtem.selection import priors
+from mtem.training.settings import TrainingSettings
 
 EPOCHS = 6  # passes of a trial
 FACTORS = (1.0, 2.5)  # learning rates to try, relative to the default
@@ -39,6 +41,8 @@ class Plan:
         Whether classes are made rarer.
     epochs
         Passes of a trial.
+    factors
+        Learning rates relative to the default, if none are given.
     """
 
     methods: tuple[str, ...]
@@ -49,6 +53,7 @@ class Plan:
     class_priors: tuple[str, ...] | None
     rarer_classes: bool
     epochs: int
+    factors: tuple[float, ...] = FACTORS
 
     @property
     def seed(self) -> int:
@@ -58,6 +63,11 @@ class Plan:
     def preset_of(self, method: str) -> str:
         """Return the preset, or "recommended" for a method that does not have it."""
         return self.preset if self.preset in methods.get(method).presets else "recommended"
+
+    def own_source_model(self, method: str) -> bool:
+        """Return whether a method needs a source model of its own: for its head, or for a preset that changes the training."""
+        preset = methods.get(method).presets[self.preset_of(method)]
+        return has_own_head(method) or bool(set(preset) & set(settings.names(TrainingSettings)))
 
     def settings_of(self, method: str) -> dict[str, Any]:
         """Return the given settings that the method, the model or the run has."""
@@ -74,7 +84,7 @@ class Plan:
         if self.learning_rates is not None:
             return self.learning_rates
         own = find_settings(self.model, method, self.preset_of(method), self.settings_of(method)).training.learning_rate
-        return tuple(float(f"{factor * (default if own is None else own):.6g}") for factor in FACTORS)
+        return tuple(float(f"{factor * (default if own is None else own):.6g}") for factor in self.factors)
 
     def rare_of(self, classes: Sequence[str], domains: Domains, labels: np.ndarray) -> tuple[str, ...]:
         """Return "", for all texts, and the classes that are made rarer: both of two, of more the largest and the smallest."""
@@ -82,6 +92,11 @@ class Plan:
             return ("",)
         order = np.argsort(np.bincount(labels, minlength=len(classes)), kind="stable")
         return ("", *dict.fromkeys(classes[int(number)] for number in (order[0], order[-1])))
+
+
+def has_own_head(method: str) -> bool:
+    """Return whether a method changes the classifier before any training."""
+    return methods.get(method).prepare_model.__func__ is not Method.prepare_model.__func__  # type: ignore[attr-defined]
 
 
 def make_plan(

@@ -13,7 +13,7 @@ from mtem.atomic import read_json
 from mtem.errors import RunError
 from mtem.progress import Progress
 from mtem.rehearsal.plan import Plan
-from mtem.rehearsal.trials import SourceTask, Trial, TrialOutputs, Work, has_own_head
+from mtem.rehearsal.trials import SHARED_SOURCE, SourceTask, Trial, TrialOutputs, Work
 
 FEWEST_EPOCHS = 2  # a budget cuts no further
 COST = 3.0  # of a text in a pass of a method, relative to one in source training
@@ -40,7 +40,7 @@ def run_trials(
     outputs
         Of all configurations that were tried in every domain.
     resolved
-        "epochs" of the trials, and "frozen_layers" and "learning_rate" of the model.
+        "epochs" of the trials, and "frozen_layers" by method.
     notes
         What was cut or failed, for the user.
 
@@ -51,8 +51,8 @@ def run_trials(
     """
     deadline = float("inf") if budget is None else time.time() + 60 * budget
     names = [work.domains.names[number] for number in work.domains.rehearsed]
-    heads = list(dict.fromkeys(method if has_own_head(method) else SourceTask(names[0]).method for method in plan.methods))
-    sources = [SourceTask(name, head) for name in names for head in heads]
+    trained = list(dict.fromkeys(method if plan.own_source_model(method) else SHARED_SOURCE for method in plan.methods))
+    sources = [SourceTask(name, method) for name in names for method in trained]
     for failure in _run(work, [[task] for task in sources], jobs, "source models", progress):
         raise RunError(f"the source model without {failure.task.domain} failed: {failure.message}")
     first = read_json(work.source_model_path(sources[0]) / "run.json")
@@ -66,7 +66,11 @@ def run_trials(
     if not outputs:
         advice = "; --resume continues with what was tried so far" if incomplete else ""
         raise RunError(f"no method was tried in every domain. {'; '.join(notes)}{advice}")
-    resolved = {"epochs": plan.epochs, "frozen_layers": first["resolved"]["frozen_layers"]}
+    frozen = {}
+    for method in plan.methods:
+        source = SourceTask(names[0], method if plan.own_source_model(method) else SHARED_SOURCE)
+        frozen[method] = read_json(work.source_model_path(source) / "run.json")["resolved"]["frozen_layers"]
+    resolved = {"epochs": plan.epochs, "frozen_layers": frozen}
     return outputs, resolved, notes
 
 
@@ -101,9 +105,9 @@ def cut(work: Work, plan: Plan, source_run: dict[str, Any], jobs: int, minutes: 
     while forecast(plan) > minutes:
         if plan.epochs > FEWEST_EPOCHS:
             plan = dataclasses.replace(plan, epochs=plan.epochs - 1)
-        elif plan.learning_rates is None or len(plan.learning_rates) > 1:
-            rates = plan.rates_of(plan.methods[0], default_rate)
-            plan = dataclasses.replace(plan, learning_rates=rates[:1])
+        elif len(plan.learning_rates or plan.factors) > 1:
+            rates = plan.learning_rates and plan.learning_rates[:1]
+            plan = dataclasses.replace(plan, learning_rates=rates, factors=plan.factors[:1])
         elif len(plan.methods) > 1:
             plan = dataclasses.replace(plan, methods=plan.methods[:-1])
         else:
@@ -111,9 +115,9 @@ def cut(work: Work, plan: Plan, source_run: dict[str, Any], jobs: int, minutes: 
             break
     if plan.epochs < whole.epochs:
         notes.append(f"to fit the budget: {plan.epochs} passes instead of {whole.epochs}")
-    if plan.learning_rates != whole.learning_rates:
-        assert plan.learning_rates is not None
-        notes.append(f"to fit the budget: only the learning rate {plan.learning_rates[0]:g} is tried")
+    if (plan.learning_rates, plan.factors) != (whole.learning_rates, whole.factors):
+        only = "default learning rate" if plan.learning_rates is None else f"learning rate {plan.learning_rates[0]:g}"
+        notes.append(f"to fit the budget: only the {only} is tried")
     if left := [method for method in whole.methods if method not in plan.methods]:
         notes.append(f"to fit the budget: {', '.join(left)} not tried")
     return plan, notes

@@ -23,11 +23,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from mtem import methods
 from mtem.atomic import read_json, write_json
 from mtem.data.corpus import Corpus
-from mtem.methods.base import Method
-from mtem.models.frozen import keys_of
 from mtem.progress import Progress
 from mtem.rehearsal.domains import Domains, keep_rows
 from mtem.rehearsal.plan import Plan
@@ -204,7 +201,7 @@ class Work:
 
     def source_task(self, trial: Trial) -> SourceTask:
         """Return the training of the source model that a trial begins from."""
-        return SourceTask(trial.domain, trial.method if has_own_head(trial.method) else SHARED_SOURCE)
+        return SourceTask(trial.domain, trial.method if self.plan.own_source_model(trial.method) else SHARED_SOURCE)
 
     @property
     def frozen_store(self) -> Path:
@@ -214,8 +211,8 @@ class Work:
     def remove_intermediate(self) -> None:
         """After a finished rehearsal, remove the source models and the frozen layers' output; the trials' outputs stay."""
         shutil.rmtree(self.folder / "source-models", ignore_errors=True)
-        for path in (self.frozen_store, keys_of(self.frozen_store)):
-            path.unlink(missing_ok=True)
+        for path in self.folder.glob(f"{self.frozen_store.stem}-*"):
+            path.unlink()
 
     def can_be_rarer(self, domain: str, rare: str) -> bool:
         """Return whether the domain has enough texts of a class to take two thirds of them out."""
@@ -315,11 +312,6 @@ class Recorder:
 def digest_of(value: Any) -> str:
     """Return a few letters that differ for different values, for file names."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:8]
-
-
-def has_own_head(method: str) -> bool:
-    """Return whether a method changes the classifier before any training, and so needs a source model of its own."""
-    return methods.get(method).prepare_model.__func__ is not Method.prepare_model.__func__  # type: ignore[attr-defined]
 
 
 class _Reported(Progress):
