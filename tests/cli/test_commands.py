@@ -526,7 +526,8 @@ def test_advice_after_a_full_disk_fits_the_command(mtem, adapted, reviews, encod
     monkeypatch.setattr(json, "dump", full)
     monkeypatch.setattr(runner, "missing", lambda *_: atomic.write_json(tmp_path / "cell.json", {}))
     monkeypatch.setattr("mtem_paper.splits.read", lambda *_: None)
-    result = mtem("reproduce", "general", "--data", tmp_path, "--results", tmp_path / "results", "--model", encoder)
+    words = ("--data", tmp_path, "--results", tmp_path / "results", "--model", encoder, "--variants", "out")
+    result = mtem("reproduce", "general", *words)
     assert refused(result, "the disk is full", code=1)[-1].endswith("make room and run again")
 
 
