@@ -122,32 +122,43 @@ def print_rehearsal(rehearsal: Rehearsal, console: Console) -> None:
     for method in rehearsal.methods:
         advice = rehearsal.advice(method)
         assert advice is not None
-        interval = "" if advice.low is None else f"{advice.low:+.3f} to {advice.high:+.3f}"
         settings = advice.settings
-        passes = f"{settings['stop_epochs']:g} of {settings['epochs']:g}" if advice.adapt else "none"
+        if not advice.adapt:
+            table.add_row(Text(method), *["·"] * (len(record["rehearsed"]) + 3), "none", settings["target_class_prior"])
+            continue
+        interval = "" if advice.low is None else f"{advice.low:+.3f} to {advice.high:+.3f}"
+        passes = f"{settings['stop_epochs']:g} of {settings['epochs']:g}"
         table.add_row(
             Text(method), *(f"{advice.gains[name]:+.3f}" for name in record["rehearsed"]), f"{advice.mean:+.3f}", interval,
             f"{settings['learning_rate']:g}", passes, settings["target_class_prior"],
         )  # fmt: skip
-    table.width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    console.print(table, crop=False)  # in a narrow console its lines are wrapped, and nothing is cut off
-    before = {trial["domain"]: trial["before"] for trial in record["trials"] if not trial["rare"]}
-    console.print(Text("before: " + ", ".join(f"{name} {value:.3f}" for name, value in before.items()), style="dim"))
+    _print_whole(table, console)
+    console.print()
+    console.print(Text(f"mean {record['metric']} over these domains, by which weights are taken", style="bold"))
+    table = Table(box=None, pad_edge=False)
+    for name in ("method", "before", "as advised", "last", "by infomax", "best by labels"):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for method in rehearsal.methods:
+        own = [trial for trial in record["trials"] if trial["method"] == method and trial["after"] is not None]
+        means = (sum(trial[name] for trial in own) / len(own) for name in ("before", "after", "last", "by_infomax", "best"))
+        table.add_row(Text(method), *(f"{value:.3f}" for value in means))
+    _print_whole(table, console)
+    console.print()
     best = rehearsal.advice(rehearsal.method)
     assert best is not None
-    errors = ", ".join(f"{name} {value:+.3f}" for name, value in best.errors_after.items())
-    if errors:
-        console.print(Text(f"estimated less true accuracy ({rehearsal.method}): {errors}", style="dim"))
-    chosen = [trial for trial in record["trials"] if trial["method"] == rehearsal.method and trial["after"] is not None]
-    if chosen:
-        means = {name: sum(trial[name] for trial in chosen) / len(chosen) for name in ("after", "last", "by_infomax", "best")}
-        console.print(
-            Text(
-                f"advised passes {means['after']:.3f}, last {means['last']:.3f}, by infomax {means['by_infomax']:.3f}, "
-                f"best by labels {means['best']:.3f} (means of {rehearsal.method})",
-                style="dim",
-            )
-        )
+    pairs = [
+        f"{name} {best.accuracy_after[name] + error:.3f} ({best.accuracy_after[name]:.3f})"
+        for name, error in best.errors_after.items()
+    ]
+    if pairs:
+        estimated = f"accuracy of {rehearsal.method}, estimated without labels (true): {', '.join(pairs)}"
+        console.print(Text(estimated, style="dim"))
     for note in record["notes"]:
         console.print(Text(note, style="yellow"))
     console.print(Text(f"recommended: {rehearsal.method}. {rehearsal.why}.", style="bold"))
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """Print a table; in a narrow console its lines are wrapped, and nothing is cut off."""
+    table.width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    console.print(table, crop=False)

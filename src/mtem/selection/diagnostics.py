@@ -143,8 +143,8 @@ def not_rehearsed(method: str, tried: Sequence[str]) -> str:
 def advised_against(method: str) -> str:
     """Return the warning that a rehearsal advises against adapting."""
     return (
-        f"the rehearsal advises against adapting with {method}: on average over the rehearsed domains it was never better than "
-        "the source model, which is kept. To adapt nevertheless, set stop_epochs"
+        f"the rehearsal advises against adapting with {method}: on average over the rehearsed domains it gained no more than "
+        "chance over the source model, which is kept. To adapt nevertheless, set stop_epochs"
     )
 
 
