@@ -65,9 +65,12 @@ def test_choices_come_from_the_rehearsal_unless_given(used, rehearsed):
     assert about["domains"] == ["books", "dvd", "toys"] and about["recommended"] == advice.method and "gained" in about["why"]
 
 
-def test_what_is_given_beats_the_rehearsal(rehearsed, target):
+def test_what_is_given_beats_the_rehearsal(rehearsed, target, caplog):
     given = {"learning_rate": 1e-3, "stop_epochs": 1.0, "target_class_prior": "uniform", "method": rehearsed["rehearsal"].method}
-    record = mtem.adapt(target=target, **request_of(rehearsed), **given, rehearsal=rehearsed["rehearsal"]).record
+    with caplog.at_level(logging.WARNING, logger="mtem"):
+        record = mtem.adapt(target=target, **request_of(rehearsed), **given, rehearsal=rehearsed["rehearsal"]).record
+    assert "not as rehearsed: learning_rate, target_class_prior, stop_epochs; the estimate and the temperature" in caplog.text
+    assert record["temperature"]["from"] != "rehearsal" and "rehearsed accuracy" not in record["estimate"]["after"]["method"]
     assert record["choices"] == {
         "method": "given", "learning_rate": "given", "epochs": "rehearsal", "stop_epochs": "given",
         "target_class_prior": "given", "criterion": "rehearsal", "frozen_layers": "given",
@@ -133,8 +136,9 @@ def test_a_target_unlike_the_rehearsed_domains_warns(rehearsed, target, seen, wa
     record = json.loads(json.dumps(rehearsed["rehearsal"].record))
     for advice in record["advice"].values():
         advice["shares"], advice["confidence"] = [[seen[0]] * 2, [seen[1]] * 2], seen
+        advice["settings"] |= {"stop_epochs": 0.1} if "stop_epochs" in advice["settings"] else {}
     changed = Rehearsal(record, rehearsed["rehearsal"].left_out())
-    adapted = mtem.adapt(target=target, **request_of(rehearsed), method="auto", stop_epochs=0.1, rehearsal=changed)
+    adapted = mtem.adapt(target=target, **request_of(rehearsed), method="auto", rehearsal=changed)
     lines = [line for line in adapted.record["warnings"] if line.startswith("not rehearsed")]
     assert len(lines) == warned and adapted.record["rehearsal"]["path"] is None
 

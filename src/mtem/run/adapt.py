@@ -28,7 +28,7 @@ from mtem.run.pipeline import Observer, Run
 from mtem.run.result import Adapted
 from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out
 from mtem.selection import diagnostics
-from mtem.selection.diagnostics import advised_against, not_rehearsed, other_texts
+from mtem.selection.diagnostics import advised_against, not_rehearsed, other_texts, settings_differ
 from mtem.selection.left_out import LeftOut
 from mtem.selection.rehearsed import SOURCE_ONLY, Advice, Rehearsal
 from mtem.training.devices import find_device, find_precision
@@ -138,6 +138,9 @@ def adapt(
         given = without_settings_of_others(given, model, method, rehearsal.methods)
     method_cls, model_cls = methods.get(method), models.get_class(model)
     chosen = find_settings(model, method, preset, {**({} if advice is None else advice.settings), **given})
+    if advice is not None and (other := changed_settings(advice, chosen)):
+        logger.warning(settings_differ(other))
+        advice = None
     device = find_device(chosen.training.device)
     precision = find_precision(chosen.training.precision, device)
     path = Path(output) if output is not None else None
@@ -213,6 +216,12 @@ def find_choices(
         else:
             choices[name] = f"preset {preset}" if name in preset_values else "default"
     return method, advice, choices
+
+
+def changed_settings(advice: Advice, chosen: AdaptSettings) -> list[str]:
+    """Return the settings that differ from the rehearsed ones: estimates and temperatures were seen with those."""
+    values = chosen.record()
+    return [name for name, value in advice.settings.items() if name not in ("evaluations", "criterion") and values[name] != value]
 
 
 def without_settings_of_others(

@@ -151,3 +151,8 @@ def advised_against(method: str) -> str:
 def other_texts(rehearsal: str) -> str:
     """Return the warning that a rehearsal had other source texts."""
     return f"{rehearsal}: was rehearsed with other source texts; its choices are used, but they were made for those"
+
+
+def settings_differ(names: Sequence[str]) -> str:
+    """Return the warning that settings other than the rehearsed ones were given."""
+    return f"not as rehearsed: {', '.join(names)}; the estimate and the temperature are therefore not taken from the rehearsal"
