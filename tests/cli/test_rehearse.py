@@ -105,11 +105,14 @@ def test_a_rehearsal_that_advises_against_adapting_says_so(worse, capsys):
     print_rehearsal(worse["rehearsal"], Console(width=300))
     text = capsys.readouterr().out
     assert (
-        "recommended: source-only. no method gained more than chance over the source model in the mean of 2 rehearsed domains."
+        "recommended: source-only. no gain was larger than the noise from pass to pass in the mean of 2 rehearsed domains."
         in text
     )
     row = next(line for line in text.splitlines() if line.startswith(worse["method"]))
-    assert row.split()[1:] == ["·"] * 5 + ["none", "none"], "no gains, no passes"
+    own = {trial["domain"]: trial["last"] - trial["before"] for trial in worse["rehearsal"].record["trials"]}
+    gains = [f"{own[name]:+.3f}" for name in worse["rehearsal"].record["rehearsed"]]
+    assert row.split()[1:-4] == gains and row.split()[-2:] == ["none*", "none"], "what adapting would have given"
+    assert "* adapting is not advised; the gains are those of the last pass" in text
 
 
 @pytest.mark.parametrize(
@@ -143,13 +146,36 @@ def test_too_few_texts(encoder, tmp_path, mtem):
     source = write_domains(tmp_path, books=140, dvd=140)
     code, text, error = mtem(*words_of("rehearse", source, encoder, tmp_path / "out"))
     assert code == 2 and not text and not (tmp_path / "out").exists()
-    assert "a rehearsal needs at least 300 labeled texts, got 280; adapt without one" in error
+    assert "a rehearsal needs at least 300 labeled texts, got 280; give more labeled texts, or adapt without a rehearsal" in error
 
 
-def test_a_budget_of_nothing_fails_and_says_what_is_needed(single, encoder, rehearsed, tmp_path, mtem):
-    words = words_of("rehearse", single, encoder, tmp_path / "out", method=rehearsed["compared"]["method"][0], budget="0")
-    code, _, error = mtem(*words)
-    assert code == 1 and "the budget is too small: about" in error and "out of time" in error and "--resume continues" in error
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"budget": "0"}, "--budget 0: expected a positive number of minutes"),
+        ({"jobs": "0"}, "--jobs 0: expected at least one process"),
+    ],
+)
+def test_no_time_and_no_process_are_refused(single, encoder, rehearsed, tmp_path, mtem, option, words):
+    words_ = words_of("rehearse", single, encoder, tmp_path / "out", method=rehearsed["compared"]["method"][0], **option)
+    code, _, error = mtem(*words_)
+    assert code == 2 and words in error and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "words"),
+    [
+        ({"steps": 4}, {}, "--set steps=4: --rehearse chooses the number of passes"),
+        ({}, {"target": "nowhere.jsonl"}, "nowhere.jsonl: no such file"),
+        ({}, {"source_model": "nowhere"}, "nowhere: no such folder"),
+    ],
+)
+def test_what_the_run_would_refuse_is_refused_before_the_rehearsal(
+    single, encoder, target, tmp_path, mtem, settings, changes, words
+):
+    given = {"target": target, **changes}
+    code, _, error = mtem(*words_of("adapt", single, encoder, tmp_path / "run", settings, **given), "--rehearse")
+    assert code == 2 and words in error and not (tmp_path / "run").exists()
 
 
 def test_processes_by_default(monkeypatch):
@@ -210,12 +236,12 @@ def test_auto_compares_methods(single, encoder, target, tmp_path, mtem, monkeypa
 
     monkeypatch.setattr(rehearse, "rehearse", refused)
     words = words_of(
-        "adapt", single, encoder, tmp_path / "run", {"steps": 4, "seed": 5}, target=target, method="auto", budget="7"
+        "adapt", single, encoder, tmp_path / "run", {"left_out_models": 0, "seed": 5}, target=target, method="auto", budget="7"
     )
     assert mtem(*words, "--rehearse")[0] == 2
     (given,) = asked
     assert given["method"] == ["mtem", "fixmatch"] and given["budget"] == 7 and given["output"] == tmp_path / "run" / "rehearsal"
-    assert "steps" not in given and given["seed"] == "5" and given["resume"] is False and given["jobs"] == 1
+    assert "left_out_models" not in given and given["seed"] == "5" and given["resume"] is False and given["jobs"] == 1
 
 
 def test_with_too_few_texts_adapt_goes_on_with_the_defaults_and_says_so(reviews, encoder, tmp_path, mtem):

@@ -87,7 +87,7 @@ def test_too_few_labeled_texts(count):
     if count >= FEWEST_LABELED:
         assert find_domains(corpus, unused, 0).rehearsed == (0, 1)
         return
-    with pytest.raises(RequestError, match=r"needs at least 300 labeled texts, got 298; adapt without one .*defaults"):
+    with pytest.raises(RequestError, match=r"needs at least 300 labeled texts, got 298; give more labeled texts, or adapt"):
         find_domains(corpus, unused, 0)
 
 

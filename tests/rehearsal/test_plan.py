@@ -108,3 +108,10 @@ def test_a_preset_that_changes_the_training_has_its_own_source_model():
     recommended, paper = (plan("mtem", preset=preset) for preset in ("recommended", "paper"))
     assert not recommended.own_source_model("mtem") and paper.own_source_model("mtem")
     assert recommended.own_source_model("mme")
+
+
+def test_a_value_and_several_of_it_are_refused():
+    with pytest.raises(RequestError, match=r"--set learning_rate=0\.1: --learning-rates is given too"):
+        plan(rates=[1e-3], learning_rate=0.1)
+    with pytest.raises(RequestError, match="--set target_class_prior=uniform: --class-priors is given too"):
+        plan(priors=["none"], target_class_prior="uniform")

@@ -90,11 +90,13 @@ def test_damaged_files_are_refused(copied):
 
 def test_another_model_or_other_classes_are_refused(rehearsed):
     found = rehearsed["rehearsal"]
-    found.check(rehearsed["request"]["model"], CLASSES)
-    with pytest.raises(RequestError, match=r"its model is .*, this run's is minilm; rehearse again"):
-        found.check("minilm", CLASSES)
-    with pytest.raises(RequestError, match=r"its classes is \['bad', 'good'\], this run's is \['bad', 'fair'\]"):
-        found.check(rehearsed["request"]["model"], ("bad", "fair"))
+    found.check(model=rehearsed["request"]["model"], classes=list(CLASSES), preset="recommended")
+    with pytest.raises(RequestError, match=r"model was .* there and is minilm here; rehearse again"):
+        found.check(model="minilm")
+    with pytest.raises(RequestError, match=r"classes was \['bad', 'good'\] there and is \['bad', 'fair'\] here"):
+        found.check(classes=["bad", "fair"])
+    with pytest.raises(RequestError, match="preset was recommended there and is paper here"):
+        found.check(preset="paper")
 
 
 # ---------------------------------------------------------------------- the estimate

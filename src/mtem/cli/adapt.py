@@ -45,7 +45,7 @@ def adapt(
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="Rehearse on the source domains first, into OUTPUT/rehearsal, and use the result.")
     ] = False,
-    budget: Annotated[float | None, typer.Option(help=f"With --rehearse. {BUDGET_HELP}", min=0.0)] = None,
+    budget: Annotated[float | None, typer.Option(help=f"With --rehearse. {BUDGET_HELP}")] = None,
     preset: Annotated[
         str, typer.Option(help="'recommended', or 'paper': the algorithm and constants as printed.")
     ] = "recommended",
@@ -96,7 +96,7 @@ def adapt(
     with logged_progress(quiet) as progress:
         columns: dict[str, Any] = {"text_column": text_column, "label_column": label_column}
         if rehearse:
-            check_available(output, resume)
+            check_before_rehearsing(source, target, target_labeled or None, source_model, output, resume, given, model, columns)
             rehearsal, method = rehearse_first(
                 source, method, output, resume, budget, progress, {"model": model, "preset": preset, **columns, **given}
             )
@@ -107,11 +107,27 @@ def adapt(
     print_summary(adapted.record, output)
 
 
-def check_available(output: Path, resume: bool) -> None:
-    """Refuse an output folder before the rehearsal begins."""
+def check_before_rehearsing(
+    source: list[Path], target: list[Path], target_labeled: list[Path] | None, source_model: Path | None, output: Path,
+    resume: bool, given: dict[str, Any], model: str, columns: dict[str, Any],
+) -> None:  # fmt: skip
+    """Refuse now what the run would refuse after the rehearsal."""
+    from mtem import methods, models
+    from mtem.rehearsal.trials import quiet_logging
+    from mtem.run.adapt import load_corpora
     from mtem.run.directory import RunDirectory
+    from mtem.run.result import Adapted
 
+    for name in ("steps", "stop_epochs"):
+        if name in given:
+            raise RequestError(
+                f"--set {name}={given[name]}: --rehearse chooses the number of passes; set epochs, their largest number"
+            )
     RunDirectory(output).check_available(resume)
+    if source_model is not None:
+        Adapted.load(source_model)
+    with quiet_logging():
+        load_corpora(source, target, target_labeled, methods.get("source-only"), models.get_class(model), columns)
 
 
 def rehearse_first(
@@ -128,7 +144,7 @@ def rehearse_first(
     options = {name: value for name, value in options.items() if name not in OWN}
     try:
         rehearsal = rehearse(
-            source, method=names, output=folder, resume=resume or folder.exists(), budget=budget, jobs=default_jobs(options),
+            source, method=names, output=folder, resume=resume, budget=budget, jobs=default_jobs(options),
             progress=progress, **options,
         )  # fmt: skip
     except NothingToRehearseError as error:

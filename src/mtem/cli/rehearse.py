@@ -38,8 +38,8 @@ def rehearse(
     class_priors: Annotated[
         str | None, typer.Option(help="Assumed class shares to compare (values of target_class_prior), separated by commas.")
     ] = None,
-    budget: Annotated[float | None, typer.Option(help=BUDGET_HELP, min=0.0)] = None,
-    jobs: Annotated[int | None, typer.Option(help=JOBS_HELP, min=1)] = None,
+    budget: Annotated[float | None, typer.Option(help=BUDGET_HELP)] = None,
+    jobs: Annotated[int | None, typer.Option(help=JOBS_HELP)] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; see 'mtem settings'.")
     ] = None,
@@ -58,7 +58,8 @@ def rehearse(
 
     mtem rehearse --source books.csv --source dvd.csv --source kitchen.csv --method mtem,fixmatch --output rehearsal/
 
-    mtem adapt --source books.csv --source dvd.csv --source kitchen.csv --target toys.csv --rehearsal rehearsal/ --output run/
+    mtem adapt --source books.csv --source dvd.csv --source kitchen.csv --target toys.csv --method auto --rehearsal rehearsal/
+    --output run/
     """
     given = parse_settings(set_)
     if seed is not None:
@@ -123,8 +124,17 @@ def print_rehearsal(rehearsal: Rehearsal, console: Console) -> None:
         advice = rehearsal.advice(method)
         assert advice is not None
         settings = advice.settings
-        if not advice.adapt:
-            table.add_row(Text(method), *["·"] * (len(record["rehearsed"]) + 3), "none", settings["target_class_prior"])
+        if not advice.adapt:  # what adapting would have given
+            own = [
+                trial
+                for trial in record["trials"]
+                if trial["method"] == method and trial["after"] is not None and not trial["rare"]
+            ]
+            gains = {trial["domain"]: trial["last"] - trial["before"] for trial in own}
+            cells = [f"{gains[name]:+.3f}" for name in record["rehearsed"]]
+            mean = sum(gains.values()) / len(gains)
+            rate = f"{settings['learning_rate']:g}"
+            table.add_row(Text(method), *cells, f"{mean:+.3f}", "", rate, "none*", settings["target_class_prior"], style="dim")
             continue
         interval = "" if advice.low is None else f"{advice.low:+.3f} to {advice.high:+.3f}"
         passes = f"{settings['stop_epochs']:g} of {settings['epochs']:g}"
@@ -133,8 +143,10 @@ def print_rehearsal(rehearsal: Rehearsal, console: Console) -> None:
             f"{settings['learning_rate']:g}", passes, settings["target_class_prior"],
         )  # fmt: skip
     _print_whole(table, console)
+    if not all((advice := rehearsal.advice(method)) is not None and advice.adapt for method in rehearsal.methods):
+        console.print(Text("* adapting is not advised; the gains are those of the last pass", style="dim"))
     console.print()
-    console.print(Text(f"mean {record['metric']} over these domains, by which weights are taken", style="bold"))
+    console.print(Text(f"mean {record['metric']} over these domains, of different weights", style="bold"))
     table = Table(box=None, pad_edge=False)
     for name in ("method", "before", "as advised", "last", "by infomax", "best by labels"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)

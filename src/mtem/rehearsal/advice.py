@@ -84,7 +84,7 @@ def recommend(best: str, choices: Mapping[str, Choice]) -> tuple[str, str]:
     choice = choices[best]
     where = f"the mean of {len(choice.gains)} rehearsed domain{'s' if len(choice.gains) > 1 else ''}"
     if not choice.epoch:
-        return SOURCE_ONLY, f"no method gained more than chance over the source model in {where}"
+        return SOURCE_ONLY, f"no gain was larger than the noise from pass to pass in {where}"
     interval = "" if choice.low is None else f" ({choice.low:+.3f} to {choice.high:+.3f})"
     why = f"{best} gained {choice.mean:+.3f}{interval} in {where}"
     others = sorted((name for name in choices if name != best), key=lambda name: -choices[name].score)

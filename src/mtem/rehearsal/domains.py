@@ -76,7 +76,7 @@ def find_domains(source: Corpus, features: Callable[[], np.ndarray], seed: int) 
     if len(source) < FEWEST_LABELED:
         raise NothingToRehearseError(
             f"{source.name}: a rehearsal needs at least {FEWEST_LABELED} labeled {unit}, got {len(source)}; "
-            "adapt without one (the documented defaults are used)"
+            f"give more labeled {unit}, or adapt without a rehearsal"
         )
     kind, names, numbers, notes = DOMAINS, tuple(source.domains), source.domain_numbers(), []
     if len(names) == 1:

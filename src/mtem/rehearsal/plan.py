@@ -138,6 +138,12 @@ def make_plan(
     if unknown := [key for key in given if key not in accepted]:
         find_settings(model, names[0], "recommended", {unknown[0]: given[unknown[0]]})  # raises the error, with advice
     rate, prior, epochs = (given.pop(key, None) for key in ("learning_rate", "target_class_prior", "epochs"))
+    for value, several, name, option in (
+        (rate, learning_rates, "learning_rate", "--learning-rates"),
+        (prior, class_priors, "target_class_prior", "--class-priors"),
+    ):
+        if value is not None and several is not None:
+            raise RequestError(f"--set {name}={value}: {option} is given too; give one of them")
     if rate is not None:
         learning_rates = [rate]
     if prior is not None:

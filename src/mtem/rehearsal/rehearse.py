@@ -33,10 +33,12 @@ from mtem.run.adapt import Corpora, create_model, find_settings
 from mtem.run.inputs import FROZEN_LIMIT
 from mtem.run.record import by_class, now, versions
 from mtem.run.source_model import data_identity
-from mtem.selection.left_out import to_tensors
+from mtem.selection.left_out import LeftOut, to_tensors
 from mtem.selection.rehearsed import LEFT_OUT, RECORD, Rehearsal
 from mtem.tensors import write_tensors
 from mtem.training.devices import find_device, find_precision
+
+HARDLY_BETTER = 0.05  # in accuracy
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +110,10 @@ def rehearse(
     """
     started = time.monotonic()
     progress = progress or Progress(quiet=True)
+    if budget is not None and not budget > 0:
+        raise RequestError(f"--budget {budget:g}: expected a positive number of minutes")
+    if jobs < 1:
+        raise RequestError(f"--jobs {jobs}: expected at least one process")
     names = tuple(dict.fromkeys([method] if isinstance(method, str) else method))
     plan = make_plan(names, model, preset, learning_rates, class_priors, rarer_classes, given)
     columns = {"text_column": text_column, "label_column": label_column}
@@ -132,6 +138,7 @@ def rehearse(
         store_frozen(corpus, plan, work.frozen_store, progress)
         outputs, resolved, notes = run_trials(work, plan, jobs, budget, progress)
         results, left_out = analyse(outputs, corpus.classes, metric, resolved)
+        notes += hardly_trained(left_out)
         record = {
             "status": "done", **request, **describe_domains(domains, corpus), **results, "notes": [*domains.notes, *notes],
             "seconds": round(time.monotonic() - started, 1), "finished": now(), "versions": versions(),
@@ -226,3 +233,17 @@ def store_frozen(corpus: Corpus, plan: Plan, path: Path, progress: Progress) -> 
     network = untrained(corpus, plan)
     if network.frozen_layers:
         network.store_lower(network.encode(corpus), path, progress, f"frozen layers, {corpus.unit}", FROZEN_LIMIT)
+
+
+def hardly_trained(left_out: Sequence[LeftOut]) -> list[str]:
+    """Return a note on domains in which the source model is hardly better than always predicting the most frequent class."""
+    weak = []
+    for entry in left_out:
+        most = float(np.bincount(entry.labels).max() / len(entry.labels))
+        if float(entry.correct.mean()) < most + HARDLY_BETTER:
+            weak.append(f"{entry.name} ({entry.correct.mean():.3f}, the most frequent class {most:.3f})")
+    if not weak:
+        return []
+    return [
+        f"source models that have hardly learned: {', '.join(weak)}; train longer (source_epochs) before you trust this rehearsal"
+    ]

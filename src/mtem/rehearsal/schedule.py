@@ -149,12 +149,13 @@ def _run(
     """Run the tasks that are not done; return those that failed."""
     open_groups = [[task for task in group if not work.is_done(task)] for group in groups]
     sizes = {task: work.size(task) for group in open_groups for task in group}
+    existing = sum(map(len, groups)) - len(sizes)
     done = dict.fromkeys(sizes, 0.0)
     failed, finished, last = [], 0, ""
 
     def show() -> None:
         texts = sum(sizes[task] * share for task, share in done.items())
-        figures: dict[str, Any] = {"done": f"{finished} of {len(sizes)}"}
+        figures: dict[str, Any] = {"done": f"{existing + finished} of {existing + len(sizes)}"}
         progress.advance(int(texts), figures | ({"last": last} if last else {}))
 
     def report(task: Any, share: float) -> None:

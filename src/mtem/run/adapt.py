@@ -23,7 +23,7 @@ from mtem.models import encoders
 from mtem.models.base import Model, ModelSettings
 from mtem.progress import Progress
 from mtem.run.candidates import OnCandidate
-from mtem.run.directory import RunDirectory
+from mtem.run.directory import REHEARSAL, RunDirectory
 from mtem.run.pipeline import Observer, Run
 from mtem.run.result import Adapted
 from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out
@@ -37,6 +37,7 @@ from mtem.training.settings import TrainingSettings
 AUTO = "auto"
 # What a rehearsal can choose; run.json says for each where its value comes from.
 CHOICES = ("learning_rate", "epochs", "stop_epochs", "target_class_prior", "criterion", "frozen_layers")
+OF_THE_MACHINE = ("seed", "device", "precision", "log_every", "checkpoint_seconds")  # not taken from a rehearsal
 FREE_ON_RESUME = {"checkpoint_seconds", "log_every"}  # settings that may differ when a run is resumed
 
 logger = logging.getLogger(__name__)
@@ -133,12 +134,17 @@ def adapt(
     progress = progress or Progress(quiet=True)
     if rehearsal is not None and not isinstance(rehearsal, Rehearsal):
         rehearsal = Rehearsal.load(rehearsal)
-    method, advice, choices = find_choices(method, model, preset, rehearsal, given)
-    if rehearsal is not None and choices["method"] == "rehearsal":
+    if rehearsal is not None:
+        rehearsal.check(model=str(model), preset=preset)
+    auto = method == AUTO
+    method, advice = find_method(method, rehearsal)
+    if rehearsal is not None and auto:
         given = without_settings_of_others(given, model, method, rehearsal.methods)
+    rehearsed = {} if advice is None or rehearsal is None else rehearsed_settings(rehearsal, advice, model, method, preset)
+    choices = {"method": "rehearsal" if auto else "given", **find_origins(model, method, preset, rehearsed, given)}
     method_cls, model_cls = methods.get(method), models.get_class(model)
-    chosen = find_settings(model, method, preset, {**({} if advice is None else advice.settings), **given})
-    if advice is not None and (other := changed_settings(advice, chosen)):
+    chosen = find_settings(model, method, preset, {**rehearsed, **given})
+    if advice is not None and (other := changed_settings(rehearsed, chosen)):
         logger.warning(settings_differ(other))
         advice = None
     device = find_device(chosen.training.device)
@@ -180,48 +186,59 @@ def find_settings(model: str | os.PathLike[str], method: str, preset: str, given
     return AdaptSettings(**settings.build(classes, {**values, **given}))
 
 
-def find_choices(
-    method: str,
-    model: str | os.PathLike[str],
-    preset: str,
-    rehearsal: Rehearsal | None,
-    given: Mapping[str, Any],
-) -> tuple[str, Advice | None, dict[str, Any]]:
-    """Return the method, what a rehearsal advises for it, and where every choice comes from, for run.json.
+def find_method(method: str, rehearsal: Rehearsal | None) -> tuple[str, Advice | None]:
+    """Return the method, and what a rehearsal advises for it.
 
     Raises
     ------
     RequestError
         If the method is "auto" and there is no rehearsal.
     """
-    origin = "given" if method != AUTO else "rehearsal"
     if method == AUTO:
         if rehearsal is None:
             raise RequestError(f"--method {AUTO}: needs a rehearsal that recommends a method; give --rehearsal or --rehearse")
         method = rehearsal.method
         logger.info("method %s: %s", method, rehearsal.why)
+    methods.get(method)  # refuses an unknown one
     advice = None if rehearsal is None else rehearsal.advice(method)
     if rehearsal is not None and advice is None and method != SOURCE_ONLY:
         logger.warning(not_rehearsed(method, rehearsal.methods))
     elif advice is not None and not advice.adapt and method != SOURCE_ONLY:
-        logger.warning(advised_against(method))
-    settings_of = {} if advice is None else advice.settings
+        logger.warning(advised_against(method, float(advice.settings["epochs"])))
+    return method, advice
+
+
+def rehearsed_settings(
+    rehearsal: Rehearsal, advice: Advice, model: str | os.PathLike[str], method: str, preset: str
+) -> dict[str, Any]:
+    """Return the settings that trials were run with, as far as this method has them, and on top those that were chosen."""
+    accepted = settings.names(*map(type, find_settings(model, method, preset, {})))
+    common = {
+        name: value for name, value in rehearsal.record["settings"].items() if name in accepted and name not in OF_THE_MACHINE
+    }
+    return {**common, **advice.settings}
+
+
+def find_origins(
+    model: str | os.PathLike[str], method: str, preset: str, rehearsed: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return where the value of each setting comes from, for run.json: those that a rehearsal can choose, and all given ones."""
     preset_values = {**models.get_class(model).defaults, **methods.get(method).presets.get(preset, {})}
-    choices: dict[str, Any] = {"method": origin}
-    for name in CHOICES:
+    origins = {}
+    for name in (*CHOICES, *(name for name in {**rehearsed, **given} if name not in CHOICES)):
         if name in given:
-            choices[name] = "given"
-        elif name in settings_of:
-            choices[name] = "rehearsal"
+            origins[name] = "given"
+        elif name in rehearsed:
+            origins[name] = "rehearsal"
         else:
-            choices[name] = f"preset {preset}" if name in preset_values else "default"
-    return method, advice, choices
+            origins[name] = f"preset {preset}" if name in preset_values else "default"
+    return origins
 
 
-def changed_settings(advice: Advice, chosen: AdaptSettings) -> list[str]:
+def changed_settings(rehearsed: Mapping[str, Any], chosen: AdaptSettings) -> list[str]:
     """Return the settings that differ from the rehearsed ones: estimates and temperatures were seen with those."""
     values = chosen.record()
-    return [name for name, value in advice.settings.items() if name not in ("evaluations", "criterion") and values[name] != value]
+    return [name for name, value in rehearsed.items() if name not in ("evaluations", "criterion") and values[name] != value]
 
 
 def without_settings_of_others(
@@ -234,8 +251,8 @@ def without_settings_of_others(
 
 
 def describe_rehearsal(rehearsal: Rehearsal, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what run.json says of the rehearsal. Refuse one of another model; warn if it had other source texts."""
-    rehearsal.check(request["model"], request["classes"])
+    """Return what run.json says of the rehearsal. Refuse one with other classes; warn if it had other source texts."""
+    rehearsal.check(classes=list(request["classes"]))
     same = data_identity(rehearsal.record["data"]) == data_identity(request["data"]["source"])
     if not same:
         logger.warning(other_texts(str(rehearsal.path or "the rehearsal")))
@@ -308,7 +325,8 @@ def describe_request(
 def is_finished(directory: RunDirectory, request: Mapping[str, Any]) -> bool:
     """Return whether the run in `directory` is finished. Refuse to resume a run with another request."""
     if not directory.has_record():
-        logger.warning("%s: nothing to resume, so the run starts from the beginning", directory.path)
+        if not (directory.root / REHEARSAL).is_dir():
+            logger.warning("%s: nothing to resume, so the run starts from the beginning", directory.path)
         return False
     old, path = directory.read_record(), directory.path
     new = json.loads(json.dumps(request, default=str))

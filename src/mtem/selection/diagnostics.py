@@ -140,11 +140,11 @@ def not_rehearsed(method: str, tried: Sequence[str]) -> str:
     return f"the rehearsal did not try {method} (it tried {', '.join(tried)}); its defaults are used"
 
 
-def advised_against(method: str) -> str:
+def advised_against(method: str, epochs: float) -> str:
     """Return the warning that a rehearsal advises against adapting."""
     return (
-        f"the rehearsal advises against adapting with {method}: on average over the rehearsed domains it gained no more than "
-        "chance over the source model, which is kept. To adapt nevertheless, set stop_epochs"
+        f"the rehearsal advises against adapting with {method}: its mean gain over the source model was no larger than what "
+        f"scores change by from pass to pass, so the source model is kept. To adapt nevertheless: --set stop_epochs={epochs:g}"
     )
 
 

@@ -136,13 +136,13 @@ class Rehearsal:
         """Return logits of the source models for the domains that they were trained without."""
         return self._left_out
 
-    def check(self, model: str, classes: Sequence[str]) -> None:
-        """Refuse a rehearsal with another model or other classes."""
-        for name, own, other in (
-            ("model", self.record["model"], model), ("classes", self.record["classes"], list(classes)),
-        ):  # fmt: skip
-            if own != other:
-                raise RequestError(f"{self.path or 'rehearsal'}: its {name} is {own}, this run's is {other}; rehearse again")
+    def check(self, **wanted: Any) -> None:
+        """Refuse a rehearsal with another model, another preset or other classes."""
+        for name, other in wanted.items():
+            if self.record[name] != other:
+                raise RequestError(
+                    f"{self.path or 'rehearsal'}: {name} was {self.record[name]} there and is {other} here; rehearse again"
+                )
 
 
 def correct_estimate(estimate: Estimate, accuracies: Mapping[str, float], errors: Mapping[str, float]) -> Estimate:
