@@ -57,6 +57,7 @@ def _confidence(record: dict[str, Any]) -> list[str]:
     if (temperature := record.get("temperature")) is None:  # a run of version 0.2.0 or older
         return []
     value, origin = temperature["value"], temperature["from"]
+    origin = "source domains that stood for the target in a rehearsal" if origin == "rehearsal" else origin
     if value == 1:
         return [f"Confidences were not scaled by a temperature ({origin})."]
     return [f"Confidences were scaled by a temperature of {value:.3g}, fitted on {origin}; labels do not depend on it."]
