@@ -74,11 +74,11 @@ def reproduce(
     failed = False
     model = model or protocol.DATASETS[dataset].default_model
     if what in (*RUNS, "all"):
-        from mtem_paper import rehearsals
+        from mtem_paper import rehearsed_settings
 
         name, overrides = protocol.model_name(model, model_name), parse_settings(set_)
 
-        def plan(rehearsed: rehearsals.Choices | None) -> list[Cell]:
+        def plan(rehearsed: rehearsed_settings.Choices | None) -> list[Cell]:
             return protocol.plan(
                 [name for name in RUNS if what in (name, "all")], dataset, model, name,
                 seeds=None if seeds is None else numbers(seeds), targets=listed(targets), settings_=listed(settings),
@@ -91,7 +91,7 @@ def reproduce(
         if not list_:
             needed(data, dataset)
             check_model(model, device)
-        rehearsed = rehearsals.choices(results, dataset, name)
+        rehearsed = rehearsed_settings.choices(results, dataset, name)
         if not overrides and (rehearsed or not list_):
             cells = plan(rehearsed)
         if list_:

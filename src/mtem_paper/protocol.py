@@ -327,8 +327,8 @@ def plan(
     overrides
         Settings of a trial, whose cells never count as results.
     rehearsed
-        Settings from rehearsals by target, method and whether no class shares are assumed, as `rehearsals.choices` returns
-        them. Without it, cells are planned as before there were rehearsals: with a search over `FACTORS`.
+        Settings from rehearsals by target, method and whether no class shares are assumed, as `rehearsed_settings.choices`
+        returns them. Without it, cells are planned as before there were rehearsals: with a search over `FACTORS`.
 
     Raises
     ------

@@ -21,7 +21,7 @@ from mtem.selection.accuracy_estimate import Estimate
 from mtem.selection.calibration import calibrate, log_softmax
 from mtem.selection.priors import class_weights
 from mtem.selection.rehearsed import correct_estimate
-from mtem_paper import rehearsals
+from mtem_paper import rehearsals, rehearsed_settings
 from mtem_paper.formatting import NOT_RUN, blank_repeats, digits, percent, table
 from mtem_paper.protocol import DATASETS, VARIANTS
 from mtem_paper.rehearsals import Rehearsed
@@ -101,7 +101,7 @@ def cases(records: Sequence[Rehearsed], dataset: str, prior: str | None = None) 
     for target in DATASETS[dataset].targets:
         for method in dict.fromkeys(entry.trial.method for entry in trials):
             here = [entry for entry in trials if entry.record["target"] == target and entry.trial.method == method]
-            curves = rehearsals.complete([entry.curve() for entry in here], domains)
+            curves = rehearsed_settings.complete([entry.curve() for entry in here], domains)
             runs = [entry for entry in finals if entry.record["target"] == target and entry.trial.method == method]
             rates = {entry.trial.learning_rate for entry in runs}
             possible = [curve for curve in curves if curve.configuration.learning_rate in rates]

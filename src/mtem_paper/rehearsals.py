@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from mtem.errors import RequestError, RunError
 from mtem.models.base import Model
 from mtem.processes import Report
 from mtem.progress import Progress
-from mtem.rehearsal.choice import Choice, Configuration, Curve, choose
+from mtem.rehearsal.choice import Configuration, Curve
 from mtem.rehearsal.domains import find_domains
 from mtem.rehearsal.figures import ACCURACY, F1, Figures, candidate_figures, raw_estimate
 from mtem.rehearsal.plan import Plan, has_own_head
@@ -36,7 +36,6 @@ from mtem.rehearsal.trials import SHARED_SOURCE, SourceTask, Trial, TrialOutputs
 from mtem.run.adapt import find_settings
 from mtem.run.record import now, versions
 from mtem.selection.accuracy_estimate import Estimate
-from mtem.selection.criteria import LAST
 from mtem.tensors import read_tensors, write_tensors
 from mtem_paper import splits
 from mtem_paper.protocol import DATASETS
@@ -509,52 +508,3 @@ def read(results: Path, keep: Callable[[dict[str, Any]], bool] = lambda record: 
         record = read_json(path)
         if keep(record):
             yield Rehearsed(record, Trial(**record["trial"]), path.relative_to(folder).with_name(path.name.removesuffix(".json")))
-
-
-Choices: TypeAlias = Mapping[tuple[str, str, bool], Mapping[str, Any]]  # by target, method, and whether without a prior
-
-
-def choices(results: Path, dataset: str, model: str) -> Choices:
-    """Return the settings that rehearsals choose, by target, method and whether no class shares may be assumed.
-
-    Of each target and method, only configurations that were tried on all of its sources are compared.
-    """
-    curves: dict[tuple[str, str], list[Curve]] = {}
-    passes: dict[tuple[str, str], float] = {}
-    for trial in read(results):
-        record = trial.record
-        if record["dataset"] == dataset and record["model"] == model and record["seed"] == 0 and not record["final"]:
-            key = record["target"], trial.trial.method
-            curves.setdefault(key, []).append(trial.curve())
-            passes[key] = float(record["settings"]["epochs"])
-    found: dict[tuple[str, str, bool], dict[str, Any]] = {}
-    for (target, method), own in curves.items():
-        for uncorrected in (False, True):
-            allowed = [curve for curve in own if not uncorrected or curve.configuration.prior == "none"]
-            compared = complete(allowed, len(DATASETS[dataset].domains) - 1)
-            if compared:
-                found[target, method, uncorrected] = settings_from(choose(compared), passes[target, method])
-    return found
-
-
-def complete(curves: Sequence[Curve], domains: int) -> list[Curve]:
-    """Return the curves of the configurations that were tried on all source domains, in the same variations of their shares."""
-    groups: dict[Configuration, list[Curve]] = {}
-    for curve in curves:
-        groups.setdefault(curve.configuration, []).append(curve)
-    whole = {key: group for key, group in groups.items() if len({curve.domain for curve in group if not curve.rare}) == domains}
-    priors = {key.prior for key in whole}
-    rare = {curve.rare for group in whole.values() for curve in group}
-    for prior in priors:  # made rarer for one prior only, a class would favour the other one
-        tried = {curve.rare for key, group in whole.items() if key.prior == prior for curve in group}
-        rare &= tried
-    varied = {key: group for key, group in whole.items() if {curve.rare for curve in group} >= rare}
-    return [curve for group in varied.values() for curve in group if curve.rare in rare]
-
-
-def settings_from(choice: Choice, passes: float) -> dict[str, Any]:
-    """Return a choice as settings of `adapt`."""
-    return {
-        "learning_rate": choice.configuration.learning_rate, "target_class_prior": choice.configuration.prior, "epochs": passes,
-        "stop_epochs": choice.epoch, "evaluations": int(passes), "criterion": LAST,
-    }  # fmt: skip

@@ -19,7 +19,6 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from mtem.cli import main
 from mtem.data import readers, writers
 from tests.conftest import make_texts, write_jsonl
 from tests.processes import LIMIT, content, interruptible, wait_for_begun
@@ -39,24 +38,6 @@ def command(*arguments, **options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     words = [sys.executable, "-m", "mtem.cli", *map(str, arguments)]
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT, **options)
-
-
-@pytest.fixture
-def mtem(monkeypatch, capsys):
-    """The command line in this process: (exit code, standard output, standard error)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mtem", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
 from mtem import processes
-from mtem.cli import main
 from mtem.cli.rehearse import default_jobs, print_rehearsal
 from tests.conftest import make_texts, write_jsonl
 from tests.rehearsed import SMALL, read, write_domains
 
 QUICK = {**SMALL, "epochs": 1, "source_epochs": 0.5}
-
-
-@pytest.fixture
-def mtem(monkeypatch, capsys):
-    """The command line in this process, on two cores: (exit code, standard output, standard error)."""
-    monkeypatch.setattr(processes, "cores", lambda: 2)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mtem", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            main.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 def words_of(command, source, encoder, output, settings=QUICK, **options):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtem.errors import RequestError
-from mtem_paper import protocol, rehearsal_tables, rehearsals
+from mtem_paper import protocol, rehearsal_tables, rehearsals, rehearsed_settings
 from mtem_paper.protocol import DATASETS
 
 TARGETS = DATASETS["amazon"].targets
@@ -110,20 +110,20 @@ def test_a_rarer_class_is_compared_only_if_every_prior_has_it(tmp_path):
 
     save(tmp_path, *trials("uniform", [0.5, 0.6, 0.6, 0.6]), *trials("none", [0.55, 0.4, 0.4, 0.4]))
     save(tmp_path, *trials("none", [0.9, 0.9, 0.9, 0.9], rare="rumour"))
-    chosen = rehearsals.choices(tmp_path, "pheme", "bigcn")
+    chosen = rehearsed_settings.choices(tmp_path, "pheme", "bigcn")
     assert chosen["ferguson", "mtem", False]["target_class_prior"] == "uniform"
     assert (
         chosen["ferguson", "mtem", True] | {"target_class_prior": "none", "stop_epochs": 0.0} == chosen["ferguson", "mtem", True]
     )
     save(tmp_path, *trials("uniform", [0.3, 0.3, 0.3, 0.3], rare="rumour"))
-    assert rehearsals.choices(tmp_path, "pheme", "bigcn")["ferguson", "mtem", False]["target_class_prior"] == "none"
+    assert rehearsed_settings.choices(tmp_path, "pheme", "bigcn")["ferguson", "mtem", False]["target_class_prior"] == "none"
     assert "rarer" in rehearsal_tables.shares(list(rehearsals.read(tmp_path)))
 
 
 def test_configurations_that_were_not_tried_on_all_sources_do_not_count(results):
     for path in (results / "rehearsals" / "amazon" / "minilm" / "books").glob("dvd-mtem-2.5*.json"):
         path.unlink()
-    chosen = rehearsals.choices(results, "amazon", "minilm")
+    chosen = rehearsed_settings.choices(results, "amazon", "minilm")
     assert chosen["books", "mtem", False]["learning_rate"] == pytest.approx(2e-5)
     assert chosen["dvd", "mtem", False]["learning_rate"] == pytest.approx(5e-5)
 
@@ -132,7 +132,7 @@ def test_configurations_that_were_not_tried_on_all_sources_do_not_count(results)
 
 
 def planned(results, **restricted):
-    rehearsed = rehearsals.choices(results, "amazon", "minilm")
+    rehearsed = rehearsed_settings.choices(results, "amazon", "minilm")
     return protocol.plan(["general"], "amazon", "minilm", "minilm", seeds=[0], rehearsed=rehearsed, **restricted)
 
 

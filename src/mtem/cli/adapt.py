@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from mtem.cli.console import Column, Quiet, logged_progress, out, parse_settings
+from mtem.cli.console import Column, Encoder, Quiet, Seed, Settings, logged_progress, out, parse_settings
 from mtem.cli.rehearse import BUDGET_HELP, default_jobs, listed, print_rehearsal, refuse_options
 from mtem.errors import RequestError
 from mtem.progress import Progress
@@ -23,9 +23,7 @@ def adapt(
     target: Annotated[list[Path], typer.Option(help="Unlabeled texts or threads of the new domain. May be given again.")],
     output: Annotated[Path, typer.Option(help="Folder for the run; it must not hold another one.")],
     target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled texts or threads of the new domain.")] = None,
-    model: Annotated[
-        str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name; or 'bigcn' for reply trees.")
-    ] = "minilm",
+    model: Encoder = "minilm",
     features: Annotated[
         str | None, typer.Option(help="With --model bigcn, the features of a post: tfidf, vectors or encoder.")
     ] = None,
@@ -53,10 +51,8 @@ def adapt(
         str | None,
         typer.Option(help="Index gradient: layerwise (exact; the default), forward (exact), taylor, second-order (exact)."),
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; see 'mtem settings'.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same machine: same result.")] = None,
+    set_: Settings = None,
+    seed: Seed = None,
     text_column: Column = None,
     label_column: Column = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --output.")] = False,

@@ -21,6 +21,9 @@ out = Console(soft_wrap=True, highlight=False)
 
 Column = Annotated[str | None, typer.Option(help="Name of the column; the usual names are found without it.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")]
+Encoder = Annotated[str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name; or 'bigcn' for reply trees.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same machine: same result.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; see 'mtem settings'.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only warnings and the result.")]
 
 

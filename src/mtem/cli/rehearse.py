@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mtem.cli.console import Column, Quiet, logged_progress, out, parse_settings
+from mtem.cli.console import Column, Encoder, Quiet, Seed, Settings, logged_progress, out, parse_settings
 from mtem.errors import RequestError
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ def rehearse(
     source: Annotated[list[Path], typer.Option(help="Labeled texts or threads, one file for each domain. May be given again.")],
     output: Annotated[Path, typer.Option(help="Folder for the rehearsal; it must not hold another one.")],
     method: Annotated[str, typer.Option(help="Methods to compare, separated by commas; see 'mtem methods'.")] = "mtem",
-    model: Annotated[
-        str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name; or 'bigcn' for reply trees.")
-    ] = "minilm",
+    model: Encoder = "minilm",
     preset: Annotated[str, typer.Option(help="'recommended' or 'paper'.")] = "recommended",
     metric: Annotated[
         str, typer.Option(help="What is compared: accuracy, macro-f1, or the F1 of a class, as f1:NAME.")
@@ -40,10 +38,8 @@ def rehearse(
     ] = None,
     budget: Annotated[float | None, typer.Option(help=BUDGET_HELP)] = None,
     jobs: Annotated[int | None, typer.Option(help=JOBS_HELP)] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; see 'mtem settings'.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same machine: same result.")] = None,
+    set_: Settings = None,
+    seed: Seed = None,
     text_column: Column = None,
     label_column: Column = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished rehearsal in --output.")] = False,
