@@ -110,7 +110,10 @@ def test_the_temperature_comes_from_the_rehearsal(used, rehearsed):
     assert not adapted.record["selection"]["kept_source_model"]
     assert adapted.record["temperature"] == {"value": advice.temperature_after, "from": "rehearsal"}
     assert advice.temperature_after != advice.temperature_before
-    assert "fitted on rehearsal" in Path(adapted.path, "model", "README.md").read_text()
+    assert (
+        "fitted on source domains that stood for the target in a rehearsal"
+        in Path(adapted.path, "model", "README.md").read_text()
+    )
 
 
 def test_the_estimate_is_corrected(rehearsed, target, used, monkeypatch):
