@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from mtem.capture import draws
+
 
 def temperature(step: float, total: float, temperature_start: float, temperature_end: float, steepness: float) -> float:
     r"""Compute the temperature :math:`\kappa_t` of a step.
@@ -60,15 +62,18 @@ def temperature(step: float, total: float, temperature_start: float, temperature
 
 
 @torch.no_grad()
-def sample_labels(logits: Tensor, temperature: float, generator: torch.Generator | None = None, greedy: bool = False) -> Tensor:
+def sample_labels(
+    logits: Tensor, temperature: float | Tensor, generator: torch.Generator | None = None, greedy: bool = False
+) -> Tensor:
     r"""Sample a pseudo label for each row: :math:`\tilde{y}_i \sim \mathrm{softmax}(score_i / \kappa)`.
 
     Parameters
     ----------
     logits : Tensor
         The model's logits or log-probabilities ``[N, K]`` (the paper's score).
-    temperature : float
-        :math:`\kappa \geq 0`. At 0 the label is the class with the highest logit.
+    temperature : float or Tensor
+        :math:`\kappa \geq 0`. At 0 the label is the class with the highest logit. A tensor without axes, on the device of the
+        logits, is not checked.
     generator : torch.Generator, optional
         A generator on the CPU; PyTorch's default CPU generator if not given.
     greedy : bool, default False
@@ -91,19 +96,20 @@ def sample_labels(logits: Tensor, temperature: float, generator: torch.Generator
     """
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"logits: expected shape [N, K] with K >= 1, got {list(logits.shape)}")
-    if not temperature >= 0:
+    if not isinstance(temperature, Tensor) and not temperature >= 0:
         raise ValueError(f"temperature: expected a number >= 0, got {temperature}")
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(f"generator: expected one on the cpu, got one on {generator.device}")
-    if greedy or temperature == 0:
+    if greedy or (not isinstance(temperature, Tensor) and temperature == 0):
         return logits.argmax(dim=1)
-    draws = torch.rand(logits.shape[0], 1, dtype=torch.float64, generator=generator)
     # Apple's devices have no float64.
     precision = torch.float32 if logits.device.type == "mps" else torch.float64
-    draws = draws.to(precision).to(logits.device, non_blocking=True)
+    uniform = draws(lambda: torch.rand(logits.shape[0], 1, dtype=torch.float64, generator=generator).to(precision), logits.device)
     precise = logits.to(precision)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(precision).clamp_min(torch.finfo(torch.float32).tiny)
     # The highest logit is subtracted before the division, so that a tiny temperature cannot overflow.
     weights = torch.softmax((precise - precise.amax(dim=1, keepdim=True)) / temperature, dim=1)
     cumulative = weights.cumsum(dim=1)
-    passed = cumulative <= draws * cumulative[:, -1:]
+    passed = cumulative <= uniform * cumulative[:, -1:]
     return passed.sum(dim=1).clamp(max=logits.shape[1] - 1)

@@ -73,7 +73,7 @@ class Probe(Mtem):
     labels: Tensor
     gradient: Tensor
 
-    def sample_labels(self, logits: Tensor, temperature: float) -> Tensor:
+    def sample_labels(self, logits: Tensor, temperature: float | Tensor) -> Tensor:
         """Return the given labels."""
         return self.labels
 

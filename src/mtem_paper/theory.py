@@ -86,7 +86,7 @@ class Perceptron(ArrayModel):
         self.classes = tuple(classes)
         self.network = nn.Sequential(nn.Linear(words, hidden), nn.Tanh(), nn.Linear(hidden, len(classes)))
 
-    def collate(self, encoded: EncodedCorpus, rows: np.ndarray) -> dict[str, Tensor]:
+    def collate(self, encoded: EncodedCorpus, rows: np.ndarray, *, multiple: int = 1) -> dict[str, Tensor]:
         """Return the batch of some rows."""
         assert isinstance(encoded, Words)
         return {"values": encoded.values[torch.from_numpy(np.asarray(rows))]}

@@ -144,7 +144,7 @@ class Direct(ArrayModel):
         self.network = nn.Linear(3, 2)
         self.head = nn.Linear(2, 4)
 
-    def collate(self, encoded, rows):
+    def collate(self, encoded, rows, *, multiple=1):
         return {"values": encoded[rows]}
 
     def forward(self, inputs):

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtem.capture import send
+
 
 class Batches:
     """The batches of a training run, as a function of the step.
@@ -115,13 +117,6 @@ def padding_share(lengths: np.ndarray, batches: Iterable[np.ndarray]) -> float:
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return the array as a tensor on a device."""
     return send(torch.from_numpy(array), device)
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device. From the CPU to a GPU the copy goes through pinned memory and is asynchronous."""
-    if tensor.device.type == "cpu" and device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:

@@ -108,7 +108,7 @@ def index_gradient(
     labels: Tensor,
     index: float | Tensor,
     source_loss: Callable[[Params], Tensor],
-    learning_rate: float,
+    learning_rate: float | Tensor,
     engine: str = "forward",
     *,
     differentiable_attention: AttentionContext = math_attention,
@@ -137,13 +137,14 @@ def meta_gradient(
     labels: Tensor,
     index: float | Tensor,
     source_loss: Callable[[Params], Tensor],
-    learning_rate: float,
+    learning_rate: float | Tensor,
     engine: str = "forward",
     *,
     differentiable_attention: AttentionContext = math_attention,
     step: float = 0.01,
     virtual_step: bool = True,
     inner_loss: InnerLoss = TSALLIS,
+    rewind: bool = True,
 ) -> MetaGradient:
     r"""Compute the entropy-index gradient, and the source loss after the virtual step.
 
@@ -161,8 +162,8 @@ def meta_gradient(
         :math:`\psi`, one per row ``[N]``, or one number for all rows.
     source_loss : callable
         ``source_loss(params)`` -> scalar, :math:`\mathcal{L}_S` on a batch of source data.
-    learning_rate : float
-        :math:`\eta` of the virtual step, a plain gradient step.
+    learning_rate : float or Tensor
+        :math:`\eta` of the virtual step, a plain gradient step; a tensor without axes if it is on the device.
     engine : str, default "forward"
         A name in :data:`ENGINES`.
     differentiable_attention : callable
@@ -175,6 +176,8 @@ def meta_gradient(
         and a backward pass, for an error of the order :math:`\eta`.
     inner_loss : InnerLoss
         The loss of the virtual step, by default the mean Tsallis loss. `index` holds its meta-parameters.
+    rewind : bool, default True
+        Start every pass from the same random state. False: for functions that draw nothing.
 
     Returns
     -------
@@ -202,11 +205,11 @@ def meta_gradient(
     index = torch.as_tensor(index, device=labels.device).detach()
     index = index.to(torch.float64 if index.dtype == torch.float64 else torch.float32)
     devices = {value.device for value in params.values() if value.device.type == "cuda"}
-    with torch.random.fork_rng([device.index for device in devices]), torch.enable_grad(), _uncached_casts():
-        rewind = _rewinder(devices)
+    with torch.random.fork_rng([device.index for device in devices], enabled=rewind), torch.enable_grad(), _uncached_casts():
+        start = _rewinder(devices) if rewind else lambda: None
         problem = _Problem(
-            logits=lambda values: _rewound(rewind, logits, values, batch),
-            source_loss=lambda values: _rewound(rewind, source_loss, values),
+            logits=lambda values: _rewound(start, logits, values, batch),
+            source_loss=lambda values: _rewound(start, source_loss, values),
             params={name: value.detach().requires_grad_() for name, value in params.items()},
             labels=labels,
             index=index.expand(labels.shape) if index.dim() == 0 else index,
@@ -229,7 +232,7 @@ class _Problem:
     params: Params
     labels: Tensor
     index: Tensor
-    learning_rate: float
+    learning_rate: float | Tensor
     differentiable_attention: AttentionContext
     step: float
     virtual_step: bool

@@ -172,7 +172,7 @@ def meta_gradient(
     labels: Tensor,
     meta_parameters: Tensor,
     source_loss: Callable[[], Iterable[Tensor]] | SourceGradient,
-    learning_rate: float,
+    learning_rate: float | Tensor,
     *,
     inner_loss: InnerLoss = TSALLIS,
 ) -> MetaGradient:
@@ -191,8 +191,9 @@ def meta_gradient(
     source_loss : callable or SourceGradient
         As in :func:`source_gradient`, of the model with the parameters after the virtual step. Or the result of that
         function at theta, computed before the recording was made: cheaper in memory and time, and not exact.
-    learning_rate : float
-        The learning rate of the virtual step. Parameters that the recorder skips take no part in the step.
+    learning_rate : float or Tensor
+        The learning rate of the virtual step, a tensor without axes if it is on the device. Parameters that the recorder skips
+        take no part in the step.
     inner_loss : InnerLoss
         The loss of the virtual step.
 

@@ -28,22 +28,28 @@ class Alignment:
         if self.shares is None or self.bias is None:
             return logits
         if not self.started:  # the bias is fitted to the first batch
-            self.bias = _fit_bias(self.bias, logits, self.shares, step=1.0, iterations=50)
+            self.bias.copy_(_fit_bias(self.bias, logits, self.shares, step=1.0, iterations=50))
             self.started = True
         aligned = logits + self.bias
-        self.bias = _fit_bias(self.bias, logits, self.shares, step=1 - self.momentum, iterations=1)
+        # In place: a captured step knows the address of the bias.
+        self.bias.copy_(_fit_bias(self.bias, logits, self.shares, step=1 - self.momentum, iterations=1))
         return aligned
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that a resumed run needs."""
         if self.shares is None or self.bias is None:
             return {}
-        return {"shares": self.shares, "bias": self.bias, "begun": torch.tensor(self.started)}
+        return {"shares": self.shares, "bias": self.bias.clone(), "begun": torch.tensor(self.started)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` returned."""
-        if state:
-            self.shares, self.bias, self.started = state["shares"].clone(), state["bias"].clone(), bool(state["begun"])
+        if not state:
+            return
+        self.shares, self.started = state["shares"].clone(), bool(state["begun"])
+        if self.bias is None:
+            self.bias = state["bias"].clone()
+        else:
+            self.bias.copy_(state["bias"])
 
 
 def _fit_bias(bias: Tensor, logits: Tensor, shares: Tensor, step: float, iterations: int) -> Tensor:

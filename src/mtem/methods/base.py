@@ -140,6 +140,9 @@ class Method(abc.ABC):
         The publication of the method.
     needs_target_labels : bool
         Whether the method cannot run without labeled target examples.
+    replayable : bool
+        Whether `step` may be captured once on a GPU and replayed: all that the CPU computes in it reaches the device through
+        :mod:`mtem.capture`, it reads no number from the device, and what it keeps between steps it changes in place.
     Settings : type
         The settings dataclass of the method, its fields made with :func:`mtem.settings.setting`.
     presets : dict
@@ -150,6 +153,7 @@ class Method(abc.ABC):
     summary: ClassVar[str]
     paper: ClassVar[str]
     needs_target_labels: ClassVar[bool] = False
+    replayable: ClassVar[bool] = False
     Settings: ClassVar[type]
     presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": {}}
 
@@ -247,14 +251,14 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def reverse_gradient(values: Tensor, scale: float = 1.0) -> Tensor:
+def reverse_gradient(values: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Return the values unchanged; in the backward pass their gradient is multiplied by ``-scale``."""
     return cast(Tensor, _ReverseGradient.apply(values, scale))  # type: ignore[no-untyped-call]
 
 
 class _ReverseGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, values: Tensor, scale: float | Tensor) -> Tensor:
         ctx.scale = scale
         return values.view_as(values)
 

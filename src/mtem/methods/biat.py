@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtem.capture import draws
 from mtem.methods.base import Batch, Context, Method, StepLog, Update, reverse_gradient, without_dropout
 from mtem.models.base import Inputs, Model
 from mtem.settings import setting
@@ -78,6 +79,7 @@ class Biat(Method):
     name = "biat"
     summary = "adversarial perturbations from the source towards the target and back, and minimax entropy"
     paper = "Jiang et al., IJCAI 2020"
+    replayable = True
     Settings = BiatSettings
     settings: BiatSettings
 
@@ -158,8 +160,9 @@ class Biat(Method):
             divergences = (log_probs.exp() * (log_probs - torch.log_softmax(logits, dim=1))).sum(dim=1)
             return (divergences + gibbs_entropy(torch.log_softmax(logits, dim=1))).sum()
 
-        noise = torch.randn(self.model.input_embeddings(inputs).shape, generator=self.context.generator)
-        start = self.rescaled(inputs, noise.to(self.model.device, non_blocking=True), self.settings.xi)
+        shape = self.model.input_embeddings(inputs).shape
+        noise = draws(lambda: torch.randn(shape, generator=self.context.generator), self.model.device)
+        start = self.rescaled(inputs, noise, self.settings.xi)
         return self.rescaled(inputs, self.noise_gradient(inputs, objective, start), self.settings.radius)
 
     def perturbed_logits(self, inputs: Inputs, noise: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class Cst(Method):
     name = "cst"
     summary = "pseudo labels that must also train a classifier good on the source; Tsallis entropy, FixMatch, SAM"
     paper = "Liu et al., NeurIPS 2021"
+    replayable = True
     Settings = CstSettings
     settings: CstSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtem.capture import by_step
 from mtem.methods.base import Batch, Context, Method, StepLog, Update, reverse_gradient
 from mtem.models.base import Model
 from mtem.settings import setting
@@ -49,6 +50,7 @@ class Dann(Method):
     name = "dann"
     summary = "features that do not reveal the domain to a discriminator"
     paper = "Ganin et al., JMLR 2016"
+    replayable = True
     Settings = DannSettings
     settings: DannSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -74,7 +76,7 @@ class Dann(Method):
         _, target_features = self.model.logits_and_features(target.inputs)
         source_loss = self.cross_entropy(logits, source.require_labels())
 
-        scale = self.reversal_weight(number)
+        scale = by_step(self.reversal_weight, number, self.model.device)
         features = reverse_gradient(torch.cat([source_features, target_features]), scale)
         domains = self.domains(source, target)
         weights = balanced_weights(domains)

@@ -42,6 +42,7 @@ class Mme(Method):
     name = "mme"
     summary = "a classifier that maximises the entropy of unlabeled texts, and an encoder that minimises it"
     paper = "Saito et al., ICCV 2019"
+    replayable = True
     Settings = MmeSettings
     settings: MmeSettings
 

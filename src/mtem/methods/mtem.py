@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mtem import annealing, metagrad, schedules, tsallis
+from mtem.capture import by_step, from_host
 from mtem.errors import RequestError
 from mtem.metagrad import layerwise
 from mtem.methods.base import Batch, Context, Method, StepLog, Update, functional, without_dropout
@@ -138,6 +139,7 @@ class Mtem(Method):
     name = "mtem"
     summary = "self-training with a Tsallis entropy index per text, learned against the source loss"
     paper = "Lu et al., IJCAI 2023"
+    replayable = True
     Settings = MtemSettings
     settings: MtemSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": PAPER}
@@ -163,7 +165,7 @@ class Mtem(Method):
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
         """Update the entropy indexes of the target batch, then the model, then the average."""
         settings = self.settings
-        temperature = self.temperature(number)
+        temperature = by_step(self.temperature, number, self.model.device)
         log: StepLog = {"temperature": temperature}
         # Without average, mask and dropout the recorded pass itself gives the logits for the pseudo labels.
         labels_from_recording = not (self.average or settings.mask_ratio or settings.dropout)
@@ -212,7 +214,7 @@ class Mtem(Method):
         labels: Tensor | None,
         rows: Tensor,
         source: Batch,
-        temperature: float,
+        temperature: float | Tensor,
         log: StepLog,
     ) -> dict[str, Tensor]:
         r"""Run the outer loop from one recorded pass, and return the gradient of the weighted Tsallis loss.
@@ -234,7 +236,12 @@ class Mtem(Method):
         if settings.meta:
             source_loss = (lambda: self._source_losses(source)) if at_theta is None else at_theta
             meta = layerwise.meta_gradient(
-                recording, log_probs, labels, self.index[rows], source_loss, self.virtual_learning_rate()
+                recording,
+                log_probs,
+                labels,
+                self.index[rows],
+                source_loss,
+                from_host(self.virtual_learning_rate, self.model.device),
             )
             self.index[rows] = self.updated_index(self.index[rows], meta.gradient, number)
             log["meta_loss"] = meta.source_loss
@@ -254,14 +261,14 @@ class Mtem(Method):
         return annealing.temperature(number, last, settings.temperature_start, settings.temperature_end, settings.steepness)
 
     @torch.no_grad()
-    def pseudo_labels(self, target: Batch, temperature: float) -> Tensor:
+    def pseudo_labels(self, target: Batch, temperature: float | Tensor) -> Tensor:
         """Return a pseudo label for each text (line 5), from the averaged weights if there are any, on the unchanged text."""
         with without_dropout(self.model):
             inputs = self.model.prepare(target.inputs)
             logits = functional(self.model, self.average, inputs) if self.average else self.model(inputs)
         return self.sample_labels(logits, temperature)
 
-    def sample_labels(self, logits: Tensor, temperature: float) -> Tensor:
+    def sample_labels(self, logits: Tensor, temperature: float | Tensor) -> Tensor:
         """Return a pseudo label for each row of logits."""
         logits = self.context.align(logits)
         return annealing.sample_labels(logits, temperature, generator=self.context.generator, greedy=not self.settings.sampling)
@@ -309,11 +316,12 @@ class Mtem(Method):
                 labels,
                 self.index[rows],
                 lambda parameters: self.cross_entropy(functional(self.model, parameters, source_inputs), source_labels),
-                self.virtual_learning_rate(),
+                from_host(self.virtual_learning_rate, self.model.device),
                 engine="forward" if settings.engine == "layerwise" else settings.engine,
                 differentiable_attention=self.model.differentiable_attention,
                 step=settings.taylor_step,
                 virtual_step=settings.virtual_step,
+                rewind=False,
             )
 
     def updated_index(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
@@ -329,10 +337,15 @@ class Mtem(Method):
             The number of the step, from 0.
         """
         settings = self.settings
-        beta = settings.index_learning_rate
-        if settings.index_schedule == "assumption-2" and beta:
-            beta = schedules.assumption_index(number + 1, k2=beta, smoothness=1 / beta)
+        beta = by_step(self.index_learning_rate, number, index.device)
         return (index - beta * _index_step(gradient, settings.index_step)).clamp(settings.index_low, settings.index_high)
+
+    def index_learning_rate(self, number: int) -> float:
+        """Return beta_t."""
+        beta = self.settings.index_learning_rate
+        if self.settings.index_schedule == "assumption-2" and beta:
+            return schedules.assumption_index(number + 1, k2=beta, smoothness=1 / beta)
+        return beta
 
     # ------------------------------------------------------------------ for the trainer
 

@@ -18,6 +18,7 @@ class SourceOnly(Method):
     name = "source-only"
     summary = "cross-entropy on the labeled texts (Out; with --target-labeled In+Out)"
     paper = "the paper's baseline"
+    replayable = True
     Settings = SourceOnlySettings
     settings: SourceOnlySettings
 

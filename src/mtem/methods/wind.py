@@ -26,10 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtem import metagrad
+from mtem.capture import from_host
 from mtem.methods.base import Batch, Context, Method, StepLog, Update, functional, without_dropout
 from mtem.models.base import Model
 from mtem.settings import setting
 
+TINY_RATE = 1e-12
 IN_DOMAIN = 1e8  # w of labeled target texts, as in the authors' code: the weight is exactly 1 and its derivative exactly 0
 
 
@@ -65,6 +67,7 @@ class Wind(Method):
     summary = "a weight for every source text, learned against labeled target texts (needs --target-labeled)"
     paper = "Chen, Cao and Wan, Findings of ACL 2021"
     needs_target_labels = True
+    replayable = True
     Settings = WindSettings
     settings: WindSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -115,7 +118,8 @@ class Wind(Method):
             gradient of.
         """
         settings, target_labels = self.settings, target_labeled.require_labels()
-        rate = self.context.learning_rate() if settings.virtual_learning_rate is None else settings.virtual_learning_rate
+        # A step of length 0 ends at theta, as a tiny one does.
+        rate = from_host(lambda: max(self.virtual_learning_rate(), TINY_RATE), self.model.device)
         with without_dropout(self.model):
             meta = metagrad.meta_gradient(
                 lambda parameters, inputs: functional(self.model, parameters, inputs),
@@ -124,14 +128,19 @@ class Wind(Method):
                 source.require_labels(),
                 self.w[source.rows],
                 lambda parameters: self.cross_entropy(functional(self.model, parameters, target_labeled.inputs), target_labels),
-                rate or 1.0,
+                rate,
                 engine=settings.engine,
                 differentiable_attention=self.model.differentiable_attention,
                 step=settings.taylor_step,
-                virtual_step=rate > 0,  # a step of length 0 ends at theta
                 inner_loss=self.inner_loss,
+                rewind=False,
             )
-        return -meta.gradient / (rate or 1.0), meta.source_loss
+        return -meta.gradient / rate, meta.source_loss
+
+    def virtual_learning_rate(self) -> float:
+        """Return the learning rate of the virtual step."""
+        rate = self.settings.virtual_learning_rate
+        return self.context.learning_rate() if rate is None else rate
 
     def scaled(self, gradient: Tensor, w: Tensor) -> Tensor:
         """Return what alpha multiplies. Labeled target texts, whose gradient is 0, do not count in the mean."""

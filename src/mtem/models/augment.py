@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mtem.capture import draws
+
 KINDS = ("mask", "delete", "swap", "dropout", "mixed")
 
 # WordPiece marks the tokens that continue a word. SentencePiece and byte-level vocabularies mark those that start one (the second
@@ -102,4 +104,4 @@ def _per_word(words: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _draws(words: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.rand(words.shape, generator=generator).to(words.device, non_blocking=True)
+    return draws(lambda: torch.rand(words.shape, generator=generator), words.device)

@@ -74,6 +74,8 @@ class Model(nn.Module, abc.ABC):
         The number of layers that `freeze` made constant.
     threads
         Whether the model reads the replies of a thread.
+    replayable
+        Whether a pass launches the same operations for all batches of the same shape, so that a GPU can replay it.
     model_type
         The "model_type" in the config.json of a saved model; None: that of a Hugging Face architecture.
     Settings
@@ -91,6 +93,7 @@ class Model(nn.Module, abc.ABC):
     max_length: int | None = None
 
     threads: ClassVar[bool] = False
+    replayable: ClassVar[bool] = False
     model_type: ClassVar[str | None] = None
     Settings: ClassVar[type[ModelSettings]] = ModelSettings
     defaults: ClassVar[dict[str, Any]] = {}
@@ -215,8 +218,8 @@ class Model(nn.Module, abc.ABC):
         return self.encode_texts([thread.texts[0] for thread in threads])
 
     @abc.abstractmethod
-    def collate(self, encoded: EncodedCorpus, rows: np.ndarray) -> dict[str, Tensor]:
-        """Return the examples at `rows` as one batch."""
+    def collate(self, encoded: EncodedCorpus, rows: np.ndarray, *, multiple: int = 1) -> dict[str, Tensor]:
+        """Return the examples at `rows` as one batch, padded to a multiple of `multiple` tokens if it is padded at all."""
 
     @abc.abstractmethod
     def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:

@@ -49,6 +49,7 @@ class TextModel(Model):
         The number of tokens to read of each text.
     """
 
+    replayable = True
     library_name = "transformers"
     pipeline_tag = "text-classification"
     card_title = "A text classifier"
@@ -173,8 +174,10 @@ class TextModel(Model):
         """Return the tokens of a few texts, in memory."""
         return Tokens.of_ids(encode(texts, self.tokenizer, self.max_length) if texts else [])
 
-    def collate(self, encoded: EncodedCorpus, rows: np.ndarray) -> dict[str, Tensor]:
+    def collate(self, encoded: EncodedCorpus, rows: np.ndarray, *, multiple: int = 1) -> dict[str, Tensor]:
         """Return the rows as one padded batch on the model's device: "input_ids", "attention_mask", and "hidden" if stored.
+
+        The length is a multiple of `multiple`, or the largest that the model reads.
 
         A mask without padding is one value in memory, expanded.
         """
@@ -182,6 +185,7 @@ class TextModel(Model):
         sequences = [tokens.ids(int(row)) for row in rows]
         lengths = np.array([len(sequence) for sequence in sequences])
         width = max(1, int(lengths.max()))
+        width = max(width, min(-(-width // multiple) * multiple, self.max_length))
         ids = np.full((len(sequences), width), self.tokenizer.pad_token_id or 0, dtype=np.int64)
         for line, sequence in enumerate(sequences):
             ids[line, : len(sequence)] = sequence

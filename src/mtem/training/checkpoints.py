@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from torch import Tensor
 from mtem.atomic import read_json, replaced
 from mtem.methods.alignment import Alignment
 from mtem.tensors import read_tensors, save_tensors
-from mtem.training.trainer import Trainer
 from mtem.training.weights import current, load, strip_prefix
+
+if TYPE_CHECKING:
+    from mtem.training.trainer import Trainer
 
 
 def collect(trainer: Trainer, alignment: Alignment, generator: torch.Generator) -> dict[str, Tensor]:

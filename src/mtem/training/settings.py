@@ -80,6 +80,9 @@ class TrainingSettings:
     device: str = setting("auto", "cpu, cuda, mps or auto")
     precision: str = setting("auto", "auto: bf16 on a GPU that has it, else fp32", choices=("auto", "fp32", "bf16", "fp16"))
     attention: str | None = setting(None, "attention implementation of transformers; none: its default")
+    cuda_graphs: bool = setting(
+        True, "on a GPU, capture a step and replay it, which small encoders need; false: launch every operation anew"
+    )
     log_every: int = setting(10, "steps between two lines of the history", low=1)
     checkpoint_seconds: float = setting(60.0, "time between two checkpoints", low=0.0)
 

@@ -8,6 +8,7 @@ import torch
 from mtem.data.batching import Batches, on_device
 from mtem.methods.base import Batch
 from mtem.models.base import EncodedCorpus, Model
+from mtem.training.graphs import length_multiple
 
 BUCKET = 50  # batches that are sorted by length together, to save padding
 
@@ -41,6 +42,7 @@ class Stream:
         *, extra: np.ndarray | None = None, extra_share: float = 0.0,
     ) -> None:  # fmt: skip
         self.model, self.tokens = model, tokens
+        self.multiple = length_multiple(model)
         # On the device as a whole, so that a batch is one small transfer.
         self.labels = None if labels is None else torch.from_numpy(labels).to(model.device)
         lengths = np.asarray(tokens.lengths)
@@ -68,4 +70,5 @@ class Stream:
     def of(self, rows: np.ndarray) -> Batch:
         """Return the batch of some rows."""
         numbers = on_device(np.asarray(rows, dtype=np.int64), self.model.device)
-        return Batch(self.model.collate(self.tokens, rows), None if self.labels is None else self.labels[numbers], numbers)
+        inputs = self.model.collate(self.tokens, rows, multiple=self.multiple)
+        return Batch(inputs, None if self.labels is None else self.labels[numbers], numbers)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mtem import schedules
+from mtem.capture import is_recording
 from mtem.errors import RunError
 from mtem.methods.base import Batch, Method
 from mtem.progress import Progress
+from mtem.training.graphs import Capture, StepGraphs, find_capture
 from mtem.training.optimizer import make_optimizer
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
@@ -41,6 +43,8 @@ class Trainer:
         Where the progress is shown.
     optimizer, schedule
         In place of those of the settings.
+    capture
+        How steps are captured to be replayed; None: as CUDA graphs, where there is a GPU and the settings allow it.
     record
         Called with every line of the history.
     after_step
@@ -61,6 +65,7 @@ class Trainer:
         optimizer: str | None = None,
         schedule: str | None = None,
         last_step: int | None = None,
+        capture: Capture | None = None,
         record: Callable[[dict[str, Any]], None] = lambda line: None,
         after_step: Callable[[int], None] = lambda done: None,
     ) -> None:
@@ -68,7 +73,11 @@ class Trainer:
         self.source, self.target, self.progress, self.record, self.after_step = source, target, progress, record, after_step
         self.schedule = schedule or settings.schedule
         self.last_step = steps if last_step is None else last_step
-        self.optimizer = make_optimizer(method, settings, optimizer or settings.optimizer, learning_rate)
+        capture = find_capture(method, settings) if capture is None else capture
+        self.graphs = None if capture is None else StepGraphs(method, self.update, capture)
+        self.optimizer = make_optimizer(
+            method, settings, optimizer or settings.optimizer, learning_rate, capturable=capture is not None
+        )
         scaled = method.model.precision is torch.float16
         self.scaler = torch.amp.GradScaler(method.model.device.type, enabled=scaled)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -85,10 +94,13 @@ class Trainer:
             self.progress.advance(first)
             for step in range(first, self.last_step):
                 self._set_learning_rate(step)
-                target = self.target(step) if self.target is not None else None
+                source, target = self.source(step), self.target(step) if self.target is not None else None
                 try:
-                    # Only source training has no target batches, and its method ignores them.
-                    log = self.method.step(step, self.source(step), cast(Batch, target), self.update)
+                    if self.graphs is not None:
+                        log = self.graphs.step(step, source, target)
+                    else:
+                        # Only source training has no target batches, and its method ignores them.
+                        log = self.method.step(step, source, cast(Batch, target), self.update)
                 except torch.OutOfMemoryError as error:
                     raise RunError(
                         f"{self.name}, step {step + 1}: out of GPU memory; set a smaller batch_size or max_length, "
@@ -119,8 +131,11 @@ class Trainer:
         if self.settings.max_grad_norm:
             self.scaler.unscale_(self.optimizer)
             self._norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+        known = len(self.optimizer.state)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if is_recording() and len(self.optimizer.state) != known:  # a replay would begin with an empty state each time
+            raise RuntimeError("a parameter got its first gradient in this step")
         self.optimizer.zero_grad(set_to_none=True)  # frees memory before the next step
 
     # ------------------------------------------------------------------ resuming
@@ -164,7 +179,10 @@ class Trainer:
             warmup = round(self.settings.warmup_ratio * self.steps)
             self._learning_rate = self.base_learning_rate * schedules.SCHEDULES[self.schedule](step, self.steps, warmup)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate * group["factor"]
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self._learning_rate * group["factor"])
+            else:
+                group["lr"] = self._learning_rate * group["factor"]
 
     def _log(self, step: int, log: dict[str, Tensor | float]) -> None:
         figures = {name: float(value) for name, value in log.items()}

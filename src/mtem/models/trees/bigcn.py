@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtem.data.batching import send
+from mtem.capture import send
 from mtem.models.base import Head
 
 

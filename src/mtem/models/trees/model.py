@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtem.atomic import read_json, write_json
-from mtem.data.batching import send
+from mtem.capture import send
 from mtem.data.cache import cache_folder, fingerprint_of
 from mtem.data.corpus import Corpus
 from mtem.data.threads import Thread
@@ -256,8 +256,8 @@ class BigcnModel(Model):
         texts = [text for thread in threads for text in thread.texts]
         return {"lengths": lengths, "parents": parents, **self.features.encode(texts, self.device, store)}
 
-    def collate(self, encoded: EncodedCorpus, rows: np.ndarray) -> dict[str, Tensor]:
-        """Return the threads at `rows` as one graph. It stays on the CPU, for the reason given in `bigcn`."""
+    def collate(self, encoded: EncodedCorpus, rows: np.ndarray, *, multiple: int = 1) -> dict[str, Tensor]:
+        """Return the threads at `rows` as one graph, without padding. It stays on the CPU, for the reason given in `bigcn`."""
         if not isinstance(encoded, EncodedThreads):
             raise TypeError(f"expected EncodedThreads, got {type(encoded).__name__}")
         return {name: torch.from_numpy(array) for name, array in encoded.batch(rows).items()}
