@@ -65,6 +65,7 @@ class Case:
     seed: int = 0
     repeats: int = 10
     frozen_layers: int = 0
+    graphs: bool = True  # whether steps on a GPU are captured and replayed
 
 
 class Probe(Mtem):
@@ -200,7 +201,7 @@ class Bench:
             self.method.labels = target.labels
         model.eval()
         model.train = lambda mode=True: model  # type: ignore[method-assign]  # no dropout, whatever the method sets
-        settings = TrainingSettings(max_grad_norm=0.0, schedule="constant", warmup_ratio=0.0)
+        settings = TrainingSettings(max_grad_norm=0.0, schedule="constant", warmup_ratio=0.0, cuda_graphs=case.graphs)
         self.trainer = Trainer(
             self.method,
             settings,
@@ -223,8 +224,11 @@ class Bench:
         return Batch(dict(model.prepare(inputs)), labels.to(self.device), torch.arange(case.batch, device=self.device))
 
     def step(self) -> None:
-        """Take one step."""
-        self.method.step(0, self.source, self.target, self.trainer.update)
+        """Take one step; on a GPU the second one is captured, and later ones are replayed."""
+        if self.trainer.graphs is None:
+            self.method.step(0, self.source, self.target, self.trainer.update)
+        else:
+            self.trainer.graphs.step(0, self.source, self.target)
 
     def gradient(self) -> Tensor:
         """Return the index gradient at the initial weights."""

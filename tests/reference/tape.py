@@ -1,4 +1,4 @@
-"""A CUDA graph on the CPU, slow and literal: the operations of a function, done again with the numbers and addresses of the first time.
+"""A CUDA graph on the CPU, slow and literal: the operations of a function, done again with its first numbers and addresses.
 
 What Python computed while the function was recorded is a constant of the tape, as it is of a CUDA graph. So a step that takes
 something from the CPU in a way that a replay cannot see goes wrong here too.

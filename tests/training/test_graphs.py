@@ -58,8 +58,8 @@ def make_trainer(encoder, name, device="cpu", precision=None, capture=None, labe
     context = Context(STEPS, 40, 2, torch.Generator().manual_seed(5), lambda: 0.0, source_size=40, align=align, **given)
     method = kind(model, settings, context)
     trainer = Trainer(
-        method, training, name=name, steps=STEPS, learning_rate=1e-2 if training.optimizer == "sgd" else 1e-3, source=source, target=target,
-        progress=Progress(quiet=True), capture=capture,
+        method, training, name=name, steps=STEPS, learning_rate=1e-2 if training.optimizer == "sgd" else 1e-3, source=source,
+        target=target, progress=Progress(quiet=True), capture=capture,
     )  # fmt: skip
     context.learning_rate = trainer.learning_rate
     return trainer
