@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 
+from mtem.capture import is_recording
 from mtem.data.batching import on_device
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
@@ -274,14 +275,14 @@ class TextModel(Model):
     def forward(self, inputs: Inputs) -> Tensor:
         """Return float32 logits, [N, K]."""
         inputs = self.prepare(inputs)
-        noise = inputs.get("noise")
-        with self.autocast():
+        noise, mask = inputs.get("noise"), self._mask(inputs)
+        with self.autocast(), _no_new_mask() if mask is None and is_recording() else contextlib.nullcontext():
             if "hidden" in inputs:
                 hidden = inputs["hidden"] if noise is None else inputs["hidden"] + noise
-                out = self._upper[0](inputs_embeds=hidden, attention_mask=self._mask(inputs))
+                out = self._upper[0](inputs_embeds=hidden, attention_mask=mask)
             else:
                 with _added(self.network.get_input_embeddings(), noise):
-                    out = self.network(input_ids=inputs["input_ids"], attention_mask=self._mask(inputs))
+                    out = self.network(input_ids=inputs["input_ids"], attention_mask=mask)
         logits: Tensor = out.logits
         return logits.float()
 
@@ -453,6 +454,18 @@ def _added(module: nn.Module, noise: Tensor | None) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextlib.contextmanager
+def _no_new_mask() -> Iterator[None]:
+    """Keep transformers from making a mask where there is none, which it does during a capture (before version 5.20 or so)."""
+    names = vars(masking_utils)
+    original = names["is_tracing"]
+    names["is_tracing"] = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        names["is_tracing"] = original
 
 
 def _outside_layers(network: PreTrainedModel) -> list[str]:
