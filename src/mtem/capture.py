@@ -26,13 +26,16 @@ class HostValues:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
         self._entries: list[tuple[Callable[[], Tensor | float], Tensor]] = []
         self._new: list[Tensor] = []  # the values of the captured step itself, until they are sent
 
     def add(self, make: Callable[[], Tensor | float], device: torch.device) -> Tensor:
         """Return a tensor on the device that `send` and `refill` fill with the value."""
         value = _as_tensor(make())
-        buffer = torch.empty(value.shape, dtype=value.dtype, device=device)
+        # On a stream that is not captured: the graph uses its own memory for several tensors, one after the other.
+        with torch.cuda.stream(self._stream):
+            buffer = torch.empty(value.shape, dtype=value.dtype, device=device)
         self._entries.append((make, buffer))
         self._new.append(value)
         return buffer

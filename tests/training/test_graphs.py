@@ -166,8 +166,8 @@ class Counted(SourceOnly):
 
 def counted(encoder, capture=tape.capture):
     trainer = make_trainer(encoder, "source-only", labeled=False)
-    method = Counted(trainer.method.model, SourceOnlySettings(), trainer.method.context)
-    return method, StepGraphs(method, trainer.update, capture), trainer
+    method = trainer.method = Counted(trainer.method.model, SourceOnlySettings(), trainer.method.context)
+    return method, StepGraphs(method, trainer._step, capture), trainer
 
 
 def batch(trainer, size, length, mask=True):

@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from mtem.capture import HostValues, recorded
 from mtem.errors import RunError
-from mtem.methods.base import Batch, Method, StepLog, Update
+from mtem.methods.base import Batch, Method, StepLog
 from mtem.models.base import Model
 from mtem.training import checkpoints
 from mtem.training.settings import TrainingSettings
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 LENGTHS = 4  # about so many different lengths of padded batches
 MOST_GRAPHS = 100
 
+Step: TypeAlias = Callable[[int, Batch, "Batch | None"], StepLog]
 # Runs a function in such a way that the kernels it launches can be launched again; returns its result and a function that does.
 Capture: TypeAlias = Callable[[Callable[[], StepLog]], tuple[StepLog, Callable[[], None]]]
 
@@ -81,15 +82,15 @@ class StepGraphs:
     Parameters
     ----------
     method
-        Its `step` is run.
-    update
-        Given to the steps.
+        The method.
+    step
+        Runs one of its steps, from its number and its batches, and returns what is logged.
     capture
         How steps are captured.
     """
 
-    def __init__(self, method: Method, update: Update, capture: Capture) -> None:
-        self.method, self.update, self.capture = method, update, capture
+    def __init__(self, method: Method, step: Step, capture: Capture) -> None:
+        self.method, self._step, self.capture = method, step, capture
         self.active = True
         self._seen: set[Any] = set()
         self._graphs: dict[Any, _Graph] = {}
@@ -121,7 +122,7 @@ class StepGraphs:
         if target_labeled is not None:
             context.target_labeled = lambda _: target_labeled
         try:
-            return self.method.step(number, source, target, self.update)  # type: ignore[arg-type]
+            return self._step(number, cast(Batch, source), target)
         finally:
             context.target_labeled = original
 

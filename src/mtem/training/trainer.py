@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mtem import schedules
 from mtem.capture import is_recording
 from mtem.errors import RunError
-from mtem.methods.base import Batch, Method
+from mtem.methods.base import Batch, Method, StepLog
 from mtem.progress import Progress
 from mtem.training.graphs import Capture, StepGraphs, find_capture
 from mtem.training.optimizer import make_optimizer
@@ -74,7 +74,7 @@ class Trainer:
         self.schedule = schedule or settings.schedule
         self.last_step = steps if last_step is None else last_step
         capture = find_capture(method, settings) if capture is None else capture
-        self.graphs = None if capture is None else StepGraphs(method, self.update, capture)
+        self.graphs = None if capture is None else StepGraphs(method, self._step, capture)
         self.optimizer = make_optimizer(
             method, settings, optimizer or settings.optimizer, learning_rate, capturable=capture is not None
         )
@@ -96,11 +96,7 @@ class Trainer:
                 self._set_learning_rate(step)
                 source, target = self.source(step), self.target(step) if self.target is not None else None
                 try:
-                    if self.graphs is not None:
-                        log = self.graphs.step(step, source, target)
-                    else:
-                        # Only source training has no target batches, and its method ignores them.
-                        log = self.method.step(step, source, cast(Batch, target), self.update)
+                    log = (self._step if self.graphs is None else self.graphs.step)(step, source, target)
                 except torch.OutOfMemoryError as error:
                     raise RunError(
                         f"{self.name}, step {step + 1}: out of GPU memory; set a smaller batch_size or max_length, "
@@ -112,6 +108,11 @@ class Trainer:
                 else:
                     self.progress.advance(step + 1)
                 self.after_step(step + 1)
+
+    def _step(self, number: int, source: Batch, target: Batch | None) -> StepLog:
+        # Only source training has no target batches, and its method ignores them.
+        log = self.method.step(number, source, cast(Batch, target), self.update)
+        return log if self._norm is None else {**log, "gradient_norm": self._norm}
 
     def update(
         self, loss: Tensor | None, before_step: Callable[[], None] | None = None, gradients: dict[str, Tensor] | None = None
@@ -186,8 +187,6 @@ class Trainer:
 
     def _log(self, step: int, log: dict[str, Tensor | float]) -> None:
         figures = {name: float(value) for name, value in log.items()}
-        if self._norm is not None:
-            figures["gradient_norm"] = float(self._norm)
         for name, value in figures.items():
             if name.endswith("loss") and not math.isfinite(value):
                 raise RunError(f"{self.name}, step {step + 1}: {name} is {value}; try a smaller learning rate")
