@@ -16,41 +16,64 @@ from torch import Tensor
 
 
 class HostValues:
-    """The values that a step got from the CPU while it was captured, in the order in which it asked for them.
+    """The values that a step gets from the CPU, in the order in which it asks for them.
+
+    The first time a step runs under `recorded`, its values are only noted. Then `capture` announces that it is captured.
 
     Attributes
     ----------
     number : int
         The number of the step, for values that depend on it.
+    capturing : bool
+        Whether the step is being captured.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
-        self._entries: list[tuple[Callable[[], Tensor | float], Tensor]] = []
-        self._new: list[Tensor] = []  # the values of the captured step itself, until they are sent
+    def __init__(self) -> None:
+        self.number = 0
+        self.capturing = False
+        self._buffers: list[Tensor] = []
+        self._makes: list[Callable[[], Tensor | float]] = []
+        self._values: list[Tensor] = []  # those of the captured step itself, until they are sent
 
-    def add(self, make: Callable[[], Tensor | float], device: torch.device) -> Tensor:
-        """Return a tensor on the device that `send` and `refill` fill with the value."""
-        value = _as_tensor(make())
-        # On a stream that is not captured: the graph uses its own memory for several tensors, one after the other.
-        with torch.cuda.stream(self._stream):
-            buffer = torch.empty(value.shape, dtype=value.dtype, device=device)
-        self._entries.append((make, buffer))
-        self._new.append(value)
+    def add(self, make: Callable[[], Tensor | float], device: torch.device) -> Tensor | float:
+        """Return the value, or, while the step is captured, a tensor that `send` and `refill` fill with it."""
+        value = make()
+        tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+        if not self.capturing:
+            # Now, because during the capture memory is the graph's own, which serves several tensors one after the other.
+            self._buffers.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+            return send(value, device) if isinstance(value, Tensor) else value
+        buffer = self._buffers[len(self._makes)] if len(self._makes) < len(self._buffers) else None
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            raise RuntimeError("a step asked for other values than the one before")
+        self._makes.append(make)
+        self._values.append(tensor)
         return buffer
+
+    @contextlib.contextmanager
+    def capture(self, number: int) -> Iterator[None]:
+        """Announce that the step `number` is captured in the ``with`` block."""
+        self.number, self.capturing = number, True
+        self._makes, self._values = [], []
+        try:
+            with recorded(self):
+                yield
+        finally:
+            self.capturing = False
 
     def send(self) -> None:
         """Fill the tensors with the values that were made during the capture."""
-        for (_, buffer), value in zip(self._entries, self._new, strict=True):
+        for buffer, value in zip(self._buffers, self._values, strict=True):
             buffer.copy_(_pinned(value, buffer.device), non_blocking=True)
-        self._new = []
+        self._values = []
 
     def refill(self, number: int) -> None:
         """Make all values again, for the step `number`, and fill the tensors with them."""
         self.number = number
-        for make, buffer in self._entries:
-            buffer.copy_(_pinned(_as_tensor(make()), buffer.device), non_blocking=True)
+        for make, buffer in zip(self._makes, self._buffers, strict=True):
+            value = make()
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+            buffer.copy_(_pinned(tensor, buffer.device), non_blocking=True)
 
 
 _recording: ContextVar[HostValues | None] = ContextVar("recording", default=None)
@@ -58,7 +81,7 @@ _recording: ContextVar[HostValues | None] = ContextVar("recording", default=None
 
 @contextlib.contextmanager
 def recorded(values: HostValues) -> Iterator[None]:
-    """Collect what `from_host` and `by_step` return inside the ``with`` block."""
+    """Collect what `from_host` and `by_step` are asked for inside the ``with`` block."""
     token = _recording.set(values)
     try:
         yield
@@ -68,7 +91,8 @@ def recorded(values: HostValues) -> Iterator[None]:
 
 def is_recording() -> bool:
     """Return whether a step is being captured."""
-    return _recording.get() is not None
+    values = _recording.get()
+    return values is not None and values.capturing
 
 
 def from_host(make: Callable[[], Tensor | float], device: torch.device) -> Tensor | float:
@@ -104,7 +128,11 @@ def draws(make: Callable[[], Tensor], device: torch.device) -> Tensor:
 def by_step(make: Callable[[int], float], number: int, device: torch.device) -> Tensor | float:
     """Return a number that depends on the step: ``make(number)``; while a step is captured, a tensor as in `from_host`."""
     values = _recording.get()
-    return make(number) if values is None else values.add(lambda: make(values.number), device)
+    if values is None:
+        return make(number)
+    if not values.capturing:
+        return values.add(lambda: make(number), device)
+    return values.add(lambda: make(values.number), device)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -116,7 +144,3 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def _as_tensor(value: Tensor | float) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtem import methods
-from mtem.capture import HostValues, by_step, draws, from_host, recorded
+from mtem.capture import HostValues, by_step, draws, from_host, is_recording, recorded
 from mtem.data.loading import load_corpus
 from mtem.errors import RunError
 from mtem.methods.alignment import Alignment
@@ -284,20 +284,41 @@ def test_batches_are_padded_to_a_multiple_and_never_beyond_the_longest_text(enco
 # ---------------------------------------------------------------------- values from the CPU
 
 
+def ask(generator, rate, number):
+    return (
+        draws(lambda: torch.rand(2, 3, generator=generator), CPU),
+        from_host(lambda: rate[0], CPU),
+        by_step(lambda step: 10.0 * step, number, CPU),
+    )
+
+
 def test_values_are_made_again_for_every_replay():
-    generator = torch.Generator().manual_seed(1)
-    rate = [0.5]
-    values = HostValues(3)
+    generator, expected = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    rate, values = [0.5], HostValues()
     with recorded(values):
-        drawn = draws(lambda: torch.rand(2, 3, generator=generator), CPU)
-        number = from_host(lambda: rate[0], CPU)
-        by_number = by_step(lambda step: 10.0 * step, 3, CPU)
+        drawn, number, by_number = ask(generator, rate, 2)
+        assert not is_recording()
+    assert torch.equal(drawn, torch.rand(2, 3, generator=expected)) and (number, by_number) == (0.5, 20.0)
+    with values.capture(3):
+        assert is_recording()
+        drawn, number, by_number = ask(generator, rate, 3)
     values.send()
-    expected = torch.Generator().manual_seed(1)
     assert torch.equal(drawn, torch.rand(2, 3, generator=expected)) and float(number) == 0.5 and float(by_number) == 30
     rate[0] = 0.25
     values.refill(8)
     assert torch.equal(drawn, torch.rand(2, 3, generator=expected)) and float(number) == 0.25 and float(by_number) == 80
+
+
+def test_a_captured_step_asks_for_what_it_asked_before():
+    values = HostValues()
+    with recorded(values):
+        draws(lambda: torch.rand(2, 3), CPU)
+    with pytest.raises(RuntimeError, match="other values"), values.capture(0):
+        draws(lambda: torch.rand(2, 4), CPU)
+    with pytest.raises(RuntimeError, match="other values"), values.capture(0):
+        for _ in range(2):
+            draws(lambda: torch.rand(2, 3), CPU)
+    assert not values.capturing and not is_recording()
 
 
 def test_without_a_capture_numbers_stay_numbers():

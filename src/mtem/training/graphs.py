@@ -59,8 +59,14 @@ def cuda_capture() -> Capture:
     def capture(run: Callable[[], StepLog]) -> tuple[StepLog, Callable[[], None]]:
         torch.cuda.empty_cache()  # the memory of the steps before, for the graph's own
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            log = run()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = generator.clone_state()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                log = run()
+        except BaseException:
+            generator.graphsafe_set_state(before)  # it would go on to believe in the capture
+            raise
         return log, graph.replay
 
     return capture
@@ -92,7 +98,7 @@ class StepGraphs:
     def __init__(self, method: Method, step: Step, capture: Capture) -> None:
         self.method, self._step, self.capture = method, step, capture
         self.active = True
-        self._seen: set[Any] = set()
+        self._seen: dict[Any, HostValues] = {}
         self._graphs: dict[Any, _Graph] = {}
 
     @property
@@ -107,13 +113,17 @@ class StepGraphs:
         key = tuple(_signature(batch) for batch in batches)
         if key in self._graphs:
             return self._replay(self._graphs[key], number, batches)
-        if self.active and key in self._seen and len(self._graphs) < MOST_GRAPHS:
-            graph = self._captured(number, batches)
-            if graph is not None:
-                self._graphs[key] = graph
-                return graph.log
-        self._seen.add(key)
-        return self._run(number, batches)
+        if not self.active or len(self._graphs) >= MOST_GRAPHS:
+            return self._run(number, batches)
+        if key not in self._seen:
+            self._seen[key] = HostValues()
+            with recorded(self._seen[key]):
+                return self._run(number, batches)
+        graph = self._captured(number, batches, self._seen[key])
+        if graph is None:
+            return self._run(number, batches)
+        self._graphs[key] = graph
+        return graph.log
 
     def _run(self, number: int, batches: tuple[Batch | None, ...]) -> StepLog:
         source, target, target_labeled = batches
@@ -133,18 +143,17 @@ class StepGraphs:
         graph.replay()
         return graph.log
 
-    def _captured(self, number: int, batches: tuple[Batch | None, ...]) -> _Graph | None:
+    def _captured(self, number: int, batches: tuple[Batch | None, ...], values: HostValues) -> _Graph | None:
         """Capture the step and run it once; None, with nothing changed, if that is not possible."""
         static = tuple(_static(batch) for batch in batches)
-        values = HostValues(number)
         context = self.method.context
         state = checkpoints.random_state(context.generator)
         try:
-            with recorded(values):
+            with values.capture(number):
                 log, replay = self.capture(lambda: self._run(number, static))
         except torch.OutOfMemoryError:
             reason = "there is too little memory for it"
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             reason = str(error).splitlines()[0]
         else:
             numbers = [name for name, value in log.items() if not isinstance(value, Tensor)]
