@@ -4,6 +4,7 @@
     python benchmarks/run_time.py padding --data DIR      share of padding in the training batches
     python benchmarks/run_time.py optimizer               the fused AdamW compared with the others
     python benchmarks/run_time.py frozen                  the upper two layers trained, compared with all of them
+    python benchmarks/run_time.py positions               the last layer at the first position, compared with all positions
     python benchmarks/run_time.py stages                  one adaptation of the bundled sample, stage by stage
 
 DIR holds <domain>.labeled.jsonl.gz and <domain>.unlabeled.jsonl.gz of the Amazon reviews.
@@ -229,7 +230,7 @@ class _Training:
             load_corpus(str(sample_path(f"{domain}.jsonl.gz")), labeled=labeled).select(range(args.texts))
             for domain, labeled in (("books", True), ("kitchen", False))
         )
-        model = TextModel.create(args.model, source.classes, max_length=args.length)
+        self.model = model = TextModel.create(args.model, source.classes, max_length=args.length)
         model.freeze(layers)
         quiet = Progress(quiet=True)
         encoded = [model.encode(corpus) for corpus in (source, target)]
@@ -257,6 +258,29 @@ class _Training:
         target = trainer.target(number) if trainer.target else None
         trainer.method.step(number, trainer.source(number), target, trainer.update)
         self.times.append((time.perf_counter() - start, time.process_time() - spent))
+
+
+# ---------------------------------------------------------------------- the last layer at the first position
+
+
+def positions(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name in ("source-only", "mtem"):
+        with tempfile.TemporaryDirectory() as folder:
+            training = _Training(args, name, -2, Path(folder))
+            for step in range(args.repeats + 1):  # in turns, so that both see the same machine and the same texts
+                with training.model.all_positions():
+                    training.step(step)
+                training.step(step)
+        both = {"all positions": training.times[2::2], "first position": training.times[3::2]}  # without the first step
+        for clock, of in (("seconds", 0), ("processor_seconds", 1)):
+            pairs = [(whole[of], cut[of]) for whole, cut in zip(*both.values(), strict=True)]
+            speedup = statistics.median(whole / cut for whole, cut in pairs)
+            for label, values, factor in zip(both, zip(*pairs, strict=True), (1.0, speedup), strict=True):
+                fields = {"clock": clock, "repeats": args.repeats, "time_ratio": 1 / factor, "speedup": factor}
+                rows.append(row(f"{name}, step, upper two layers, {label}", statistics.median(values), args, **fields))
+    show(rows, {"clock": "", "seconds": ".2f", "time_ratio": ".3f", "speedup": ".2f"})
+    return rows
 
 
 # ---------------------------------------------------------------------- stages of a run
@@ -354,6 +378,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], list[dict[str, Any]]], 
     "padding": (padding, 50, 256),
     "optimizer": (optimizer, 0, 0),
     "frozen": (frozen, 32, 96),
+    "positions": (positions, 50, 150),
     "stages": (stages, demo.SETTINGS["batch_size"], demo.SETTINGS["max_length"]),
 }
 
@@ -368,7 +393,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of torch; without it torch's own choice")
-    parser.add_argument("--texts", type=int, default=300, help="frozen: texts of the source and of the target")
+    parser.add_argument("--texts", type=int, default=300, help="frozen, positions: texts of the source and of the target")
     parser.add_argument("--passes", type=int, default=2, help="frozen: how often they are seen")
     parser.add_argument("--json", type=Path, help="without it results/cost/run-time-COMMAND.json")
     args = parser.parse_args()

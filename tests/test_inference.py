@@ -8,7 +8,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel
 
 from mtem import inference
 from mtem.data.loading import load_corpus
@@ -19,7 +18,7 @@ from mtem.models.heads import CosineHead
 from mtem.models.text import TextModel
 from mtem.models.trees.model import BigcnModel, BigcnSettings
 from mtem.progress import Progress
-from tests.conftest import SHAPES, make_encoder, make_texts, make_tokenizer
+from tests.conftest import SHAPES, make_encoder, make_texts
 from tests.threads import make_threads, write_threads
 from tests.tolerance import assert_near
 
@@ -80,7 +79,8 @@ def plainly(model, tokens) -> tuple[np.ndarray, np.ndarray]:
     """One text at a time through the model as it is, in evaluation mode: nothing padded, nothing skipped."""
     training = model.training
     model.eval()
-    found = [model.logits_and_features(model.collate(tokens, np.array([row]))) for row in range(len(tokens))]
+    with model.all_positions() if isinstance(model, TextModel) else contextlib.nullcontext():
+        found = [model.logits_and_features(model.collate(tokens, np.array([row]))) for row in range(len(tokens))]
     model.train(training)
     return tuple(torch.cat(part).numpy() for part in zip(*found, strict=True))
 
@@ -100,11 +100,6 @@ def check(model, tokens) -> None:
     np.testing.assert_array_equal(found.logits.argmax(axis=1), logits.argmax(axis=1))
     rows = np.array([len(tokens) - 1, 0, 7, 7, *range(20, 50)])
     assert_near(score(model, tokens, rows).logits, logits[rows])
-
-
-def cut_maps(model) -> list[str]:
-    """The linear maps that see the first position alone in a model made for scoring."""
-    return [name for name, module in scoring.scorers(model, 1)[0].named_modules() if module._forward_pre_hooks]
 
 
 # ---------------------------------------------------------------------- the same figures
@@ -176,41 +171,6 @@ def test_a_file_gets_what_its_texts_get(bert, tmp_path, monkeypatch):
             assert row["prediction"] is None
 
 
-# ---------------------------------------------------------------------- what is left out
-
-
-def test_behind_the_last_attention_only_the_first_position_is_computed(bert):
-    last = "network.bert.encoder.layer.2"
-    assert cut_maps(bert) == [f"{last}.{name}.dense" for name in ("attention.output", "intermediate", "output")]
-    tokens = bert.encode_texts(TEXTS)
-    (scorer,) = scoring.scorers(bert, 1)
-    widths = {}
-    for name, module in scorer.named_modules():
-        if name.endswith("intermediate.dense"):
-            module.register_forward_hook(lambda _, __, out, name=name: widths.update({name: out.shape[1]}))
-    scorer(scorer.collate(tokens, np.array([0, 1])))
-    assert widths[f"{last}.intermediate.dense"] == 1
-    assert widths["network.bert.encoder.layer.1.intermediate.dense"] == tokens.lengths[:2].max()
-
-
-def test_some_work_is_spared_on_every_architecture(model):
-    assert cut_maps(model)
-
-
-def test_a_head_that_looks_at_all_positions_gets_them(tmp_path):
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "modernbert", vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
-        intermediate_size=48, max_position_embeddings=64, pad_token_id=0, classifier_pooling="mean", **SHAPES["modernbert"],
-    )  # fmt: skip
-    AutoModel.from_config(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    model = made(tmp_path)
-    assert model.network.config.classifier_pooling == "mean" and not cut_maps(model)
-    check(model, model.encode_texts(TEXTS))
-
-
 # ---------------------------------------------------------------------- the model stays as it was
 
 
@@ -218,6 +178,7 @@ def test_a_head_that_looks_at_all_positions_gets_them(tmp_path):
 def test_the_model_and_the_number_of_threads_stay_as_they_were(bert, training):
     bert.train(training)
     modules, weights = dict(bert.named_modules()), {name: value.clone() for name, value in bert.state_dict().items()}
+    hooks = [(dict(module._forward_pre_hooks), dict(module._forward_hooks)) for module in bert.modules()]
     later = []
     with threads():
         inference.compute_logits(bert, bert.encode_texts(TEXTS))
@@ -227,7 +188,7 @@ def test_the_model_and_the_number_of_threads_stay_as_they_were(bert, training):
     assert later == [2], "threads that come later get the number that was set"
     assert all(module.training is training for module in bert.modules())
     assert all(module is modules[name] for name, module in bert.named_modules())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in bert.modules())
+    assert [(module._forward_pre_hooks, module._forward_hooks) for module in bert.modules()] == hooks
     assert all(torch.equal(value, weights[name]) for name, value in bert.state_dict().items())
 
 
@@ -237,6 +198,14 @@ def test_scorers_share_the_weights_and_nothing_that_a_pass_changes(bert):
         assert ours is one is other
     assert first.tokenizer is second.tokenizer is bert.tokenizer
     assert not {id(module) for module in first.modules()} & {id(module) for module in [*second.modules(), *bert.modules()]}
+
+
+def test_scorers_too_compute_the_last_layer_at_the_first_position_only(bert):
+    tokens, widths = bert.encode_texts(TEXTS), []
+    for scorer in scoring.scorers(bert, 2):
+        scorer.layers[-1].register_forward_hook(lambda _, __, out: widths.append(out.shape[1]))
+        scorer(scorer.collate(tokens, np.array([0, 1])))
+    assert widths == [1, 1]
 
 
 def test_few_texts_need_no_copies(bert, monkeypatch):

@@ -91,13 +91,14 @@ def test_hardly_anything_is_skipped(model):
 
 def test_the_parameters_and_their_gradients_are_as_they_were(model):
     before = {name: (value, value.detach().clone()) for name, value in model.named_parameters()}
+    hooks = [(dict(module._forward_pre_hooks), dict(module._forward_hooks)) for module in model.modules()]
     wanted = set(model.trainable())
     watch, _ = recorded(model, batch(model))
     watch.gradient(lambda: [model(batch(model)).sum()], watch.cast({n: v.detach() for n, v in watch.params.items()}), 1.0)
     for name, value in model.named_parameters():
         assert value is before[name][0] and torch.equal(value, before[name][1])
         assert value.grad is None and value.requires_grad == (name in wanted)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert [(module._forward_pre_hooks, module._forward_hooks) for module in model.modules()] == hooks
 
 
 def test_an_error_in_the_pass_puts_everything_back(model):

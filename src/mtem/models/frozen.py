@@ -191,7 +191,7 @@ def run_lower(
 
     handle = first.register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        with _evaluation_mode(network), torch.no_grad(), autocast():
+        with evaluation_mode(network), torch.no_grad(), autocast():
             network(input_ids=ids, attention_mask=mask)
     except _ReachedError as reached:
         return reached.hidden.float()
@@ -241,7 +241,7 @@ def same_function(network: PreTrainedModel, upper: PreTrainedModel, lower: Calla
     ids = torch.tensor([[7, 11, 13, 5], [3, 2, 9, 6]], device=device) % network.config.vocab_size
     inputs = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=device)}
     try:
-        with _evaluation_mode(network), torch.no_grad():
+        with evaluation_mode(network), torch.no_grad():
             expected = network(**inputs).logits
             split = upper(inputs_embeds=lower(inputs), attention_mask=inputs["attention_mask"]).logits
         return bool(torch.allclose(expected, split, atol=1e-4, rtol=1e-4))
@@ -250,7 +250,8 @@ def same_function(network: PreTrainedModel, upper: PreTrainedModel, lower: Calla
 
 
 @contextmanager
-def _evaluation_mode(network: nn.Module) -> Iterator[None]:
+def evaluation_mode(network: nn.Module) -> Iterator[None]:
+    """Put the network into evaluation mode for a while."""
     modes = {module: module.training for module in network.modules()}
     network.eval()
     try:

@@ -23,6 +23,7 @@ from mtem.models import augment, encoders, integrity, pretrained
 from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
 from mtem.models.frozen import FrozenTokens, frozen_tokens, keys_of, run_lower, same_function, upper_part, write_keys
 from mtem.models.heads import CosineHead
+from mtem.models.positions import first_position_only
 from mtem.progress import Progress
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class TextModel(Model):
     `forward` takes the batches of `collate` and returns float32 logits. With `frozen_layers` > 0 the embeddings and the first
     layers are constant: they run without gradients and without dropout, once for each batch (`prepare`), however often a
     method passes the batch through the other layers.
+
+    If the head reads only the first position, the last layer of `network` is computed only there, except in `all_positions`.
 
     Parameters
     ----------
@@ -66,6 +69,7 @@ class TextModel(Model):
         self.head_path = "network." + _head_path(network)
         self._upper: list[PreTrainedModel] = []  # a list hides it from the module registry: its weights are network's
         self._vocabulary_flags: tuple[Tensor, Tensor] | None = None
+        self._first_position = first_position_only(self)
 
     # ------------------------------------------------------------------ creating, saving, loading
 
@@ -285,6 +289,10 @@ class TextModel(Model):
                     out = self.network(input_ids=inputs["input_ids"], attention_mask=mask)
         logits: Tensor = out.logits
         return logits.float()
+
+    def all_positions(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the last layer is computed at all positions, for those who read hidden states."""
+        return self._first_position.off()
 
     def _mask(self, inputs: Inputs) -> Tensor | None:
         """Return the attention mask in a form whose values transformers does not inspect, which would wait for the GPU."""
