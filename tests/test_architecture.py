@@ -19,6 +19,7 @@ PACKAGES = (
     ("metagrad",),
     ("data",),
     ("datasets",),
+    ("capture",),
     ("models",),
     ("inference",),
     ("methods",),

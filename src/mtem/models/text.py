@@ -18,7 +18,7 @@ from mtem.data.batching import on_device
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
-from mtem.models import augment, encoders, integrity, pretrained
+from mtem.models import augment, encoders, integrity, masked_words, pretrained
 from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
 from mtem.models.frozen import FrozenTokens, frozen_tokens, keys_of, run_lower, same_function, upper_part, write_keys
 from mtem.models.heads import CosineHead
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # Architectures in which every layer attends to all positions and passes a mask with four axes on unchanged.
 SAME_MASK_IN_ALL_LAYERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+SMALL_WIDTH = 512  # encoders with narrower hidden states are pretrained at a larger learning rate
 COSINE = "mtem_cosine_temperature"  # in the configuration of a model whose head was a CosineHead
 
 
@@ -64,6 +65,7 @@ class TextModel(Model):
         self.head_path = "network." + _head_path(network)
         self._upper: list[PreTrainedModel] = []  # a list hides it from the module registry: its weights are network's
         self._vocabulary_flags: tuple[Tensor, Tensor] | None = None
+        self._words: Tensor | None = None
 
     # ------------------------------------------------------------------ creating, saving, loading
 
@@ -322,6 +324,53 @@ class TextModel(Model):
                 yield
         finally:
             config._attn_implementation = loaded
+
+    # ------------------------------------------------------------------ masked words
+
+    def pretraining_obstacle(self) -> str | None:
+        """Return a reason if the tokenizer has no mask token, or if layers are frozen."""
+        if self.tokenizer.mask_token_id is None:
+            return "the encoder's tokenizer has no mask token; use pretrain_epochs=0, or another encoder"
+        if self.frozen_layers:
+            return (
+                f"pretraining trains all layers, but {self.frozen_layers} layers are frozen (by default all but two on a CPU); "
+                "set frozen_layers=0"
+            )
+        return None
+
+    def hide_words(self, inputs: Inputs, generator: torch.Generator) -> tuple[Inputs, Tensor, Tensor]:
+        """Return the batch with some of its words' tokens hidden, their places and their numbers."""
+        ids, (_, special) = inputs["input_ids"], self._vocabulary()
+        if self._words is None or self._words.device != self.device:
+            self._words = torch.nonzero(~special[: len(self.tokenizer)]).view(-1)
+        free = inputs["attention_mask"].bool() & ~special[ids]
+        hidden, places, words = masked_words.hide_words(ids, free, self._words, self.tokenizer.mask_token_id, generator)
+        return {**inputs, "input_ids": hidden}, places, words
+
+    def hidden_states(self, inputs: Inputs) -> Tensor:
+        """Return the output of the last layer at all positions, [N, L, D]."""
+        with self.autocast(), self.all_positions():
+            out = self.network.base_model(input_ids=inputs["input_ids"], attention_mask=self._mask(inputs))
+        states: Tensor = out.last_hidden_state
+        return states
+
+    def all_positions(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the last layer is computed at all positions."""
+        return contextlib.nullcontext()
+
+    @property
+    def hidden_width(self) -> int:
+        """The width of the hidden states."""
+        return int(self.network.config.hidden_size)
+
+    @property
+    def word_embeddings(self) -> nn.Embedding:
+        """The embeddings of the tokens."""
+        return cast(nn.Embedding, self.network.get_input_embeddings())
+
+    def default_pretraining_rate(self) -> float:
+        """Return a larger rate for small encoders."""
+        return 2e-4 if self.hidden_width < SMALL_WIDTH else 1e-4
 
     # ------------------------------------------------------------------ layers
 
