@@ -90,7 +90,7 @@ class Run:
             raise RequestError(
                 "target_class_prior=labeled: there are no labeled target texts; give --target-labeled, or another prior"
             )
-        self.pretrains = bool(training.pretrain_epochs and not request["source_model"])
+        self.pretrains = bool(training.pretrain_epochs and not request["source_model"] and not request["pretrained"])
         if self.pretrains:
             pretraining.check_pretraining(model, training)
         self.model, self.method_cls, self.settings, self.method_settings = model, method_cls, training, method_settings
@@ -161,13 +161,12 @@ class Run:
 
     def pretrain(self, done: int, tensors: dict[str, Tensor]) -> None:
         """Before stage 1: train the encoder to restore masked words of all texts. Left-out models begin from it too."""
-        torch.manual_seed(self.settings.seed * 10 + 6)  # for the head over the vocabulary
-        method = pretraining.MaskedWords(self.model, pretraining.MaskedWordsSettings(), self.context(self.pretrain_steps))
+        method = pretraining.new_method(self.model, self.settings, self.context(self.pretrain_steps))
         rate = pretraining.find_learning_rate(self.model, self.settings)
         trainer = self.trainer(
             method, pretraining.STAGE, self.pretrain_steps, rate, None, "adamw", "linear", source=self.all_texts
         )
-        self.begin_stage(trainer, tensors, number=5)
+        self.begin_stage(trainer, tensors, number=pretraining.SEED)
         trainer.run(done)
         self.generator.manual_seed(self.settings.seed)  # as in a run that begins from this run's source model
         self.initial = clone({**current(self.model), **head_buffers(self.model)})

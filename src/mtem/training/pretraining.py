@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import nn
 
 from mtem.data.tokens import JoinedTokens, Tokens
@@ -21,10 +22,13 @@ from mtem.errors import RequestError
 from mtem.methods.base import Batch, Context, Method, StepLog, Update
 from mtem.models.base import EncodedCorpus, Model
 from mtem.models.masked_words import WordHead, restoring_loss
+from mtem.progress import Progress
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
+from mtem.training.trainer import Trainer
 
 STAGE = "pretrain"  # its name in the history, in run.json and on the progress bar
+SEED, HEAD_SEED = 5, 6  # added to ten times the run's seed: of the stage, and of the new head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,26 @@ def find_learning_rate(model: Model, settings: TrainingSettings) -> float:
     """Return the learning rate of the pretraining: that of the settings, or the model's default."""
     given = settings.pretrain_learning_rate
     return model.default_pretraining_rate() if given is None else given
+
+
+def new_method(model: Model, settings: TrainingSettings, context: Context) -> MaskedWords:
+    """Return the method with a new head."""
+    torch.manual_seed(settings.seed * 10 + HEAD_SEED)
+    return MaskedWords(model, MaskedWordsSettings(), context)
+
+
+def pretrain(model: Model, corpora: Sequence[EncodedCorpus], settings: TrainingSettings, progress: Progress) -> None:
+    """Pretrain a model outside of a run, as a run with these texts and settings would."""
+    check_pretraining(model, settings)
+    stream = all_texts(model, corpora, settings)
+    steps = round(settings.pretrain_epochs * stream.per_epoch)
+    context = Context(steps, 0, len(model.classes), torch.Generator().manual_seed(settings.seed), lambda: 0.0)
+    trainer = Trainer(
+        new_method(model, settings, context), settings, name=STAGE, steps=steps, source=stream, target=None, progress=progress,
+        learning_rate=find_learning_rate(model, settings), optimizer="adamw", schedule="linear",
+    )  # fmt: skip
+    torch.manual_seed(settings.seed * 10 + SEED)
+    trainer.run()
 
 
 def all_texts(model: Model, corpora: Sequence[EncodedCorpus], settings: TrainingSettings) -> Stream:
