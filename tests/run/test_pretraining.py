@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 import mtem
 from mtem.errors import RequestError
 from mtem.run.pipeline import Run
+from mtem.training import checkpoints
 from mtem.training.pretraining import MaskedWords
 from tests.bench import stopped_after
 from tests.conftest import make_encoder, make_texts, write_jsonl
@@ -99,17 +102,20 @@ def whole(larger, tmp_path_factory) -> mtem.Adapted:
 
 
 @pytest.mark.parametrize("where", [("pretrain", 1), ("pretrain", 13), ("source", 0), ("source", 5), ("adapt", 2)])
-def test_a_stopped_run_resumes_to_the_same_weights(larger, whole, tmp_path, where):
+def test_a_stopped_run_resumes_to_the_same_weights(larger, whole, tmp_path, caplog, where):
     stage, stop = where
     assert not whole.record["selection"]["kept_source_model"] and whole.record["steps"]["pretrain"] == 24
-    with stopped_after(stop, stage):
+    with stopped_after(stop, stage), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))  # stopped before old ones are removed
         mtem.adapt(**larger, output=tmp_path / "cut")
     redone = []
+    caplog.set_level(logging.INFO, logger="mtem")
     with pytest.MonkeyPatch.context() as patch:
         step = MaskedWords.step
         patch.setattr(MaskedWords, "step", lambda self, number, *rest: redone.append(number) or step(self, number, *rest))
         resumed = mtem.adapt(**larger, output=tmp_path / "cut", resume=True)
     assert redone == list(range(stop if stage == "pretrain" else 24, 24)), "what a checkpoint has is not done again"
+    assert f"resuming: stage {stage}, {stop} steps done" in caplog.text, "the newest one is taken"
     assert same(weights(Path(whole.path)), weights(tmp_path / "cut"))
     left_out = [[entry.logits for entry in run.left_out()] for run in (whole, resumed)]
     assert len(left_out[0]) == 2 and np.array_equal(*left_out)
@@ -139,12 +145,12 @@ def test_left_out_models_begin_from_the_pretrained_encoder(larger, monkeypatch):
         assert all(torch.equal(value, untrained[name]) for name, value in initial.items())
 
 
-def test_a_run_from_a_source_model_does_not_pretrain_again(pretrained, tmp_path, monkeypatch):
-    whole = mtem.adapt(**pretrained, output=tmp_path / "whole")
+def test_a_run_from_a_source_model_does_not_pretrain_again(larger, whole, tmp_path, monkeypatch):
+    """And adapts as the run that trained the source model did."""
     monkeypatch.setattr(MaskedWords, "__init__", None)
-    begun = mtem.adapt(**pretrained, source_model=tmp_path / "whole", output=tmp_path / "begun")
+    begun = mtem.adapt(**larger, source_model=whole.path, output=tmp_path / "begun")
     assert begun.record["steps"]["pretrain"] == 0 and begun.record["seconds"]["pretrain"] == 0
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "begun")), whole.record["steps"]
+    assert not whole.record["selection"]["kept_source_model"] and same(weights(Path(whole.path)), weights(tmp_path / "begun"))
 
 
 def test_three_classes_and_another_encoder(tmp_path):
