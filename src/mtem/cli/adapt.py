@@ -94,8 +94,10 @@ def adapt(
         if rehearse:
             check_before_rehearsing(source, target, target_labeled or None, source_model, output, resume, given, model, columns)
             rehearsal, method = rehearse_first(
-                source, method, output, resume, budget, progress, {"model": model, "preset": preset, **columns, **given}
-            )
+                source, method, output, resume, budget, progress,
+                {"model": model, "preset": preset, "pretrain_on": [data for data in (target_labeled, target) if data],
+                 **columns, **given},
+            )  # fmt: skip
         adapted = run_adapt(
             source, target, target_labeled=target_labeled or None, model=model, method=method, preset=preset,
             source_model=source_model, rehearsal=rehearsal, output=output, resume=resume, progress=progress, **columns, **given,

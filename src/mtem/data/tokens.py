@@ -66,6 +66,22 @@ class Tokens:
         return self._values[batch][offsets[row] : offsets[row + 1]]
 
 
+class JoinedTokens(Tokens):
+    """The tokens of several corpora, one after the other, without copying them."""
+
+    def __init__(self, parts: Sequence[Tokens]) -> None:
+        self._parts = list(parts)
+        self._starts = np.cumsum([0, *(len(part) for part in parts)])
+        self.lengths = np.concatenate([np.zeros(0, np.int32), *(part.lengths for part in parts)])
+
+    def ids(self, i: int) -> np.ndarray:
+        """Return the token ids of text `i` (int32), as a view."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"text {i} of {len(self)}")
+        part = int(np.searchsorted(self._starts, i, side="right")) - 1
+        return self._parts[part].ids(int(i - self._starts[part]))
+
+
 def tokenize(
     corpus: Corpus,
     tokenizer: PreTrainedTokenizerBase,

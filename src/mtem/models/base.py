@@ -307,6 +307,37 @@ class Model(nn.Module, abc.ABC):
         """The device of the parameters."""
         return next(self.parameters()).device
 
+    # ------------------------------------------------------------------ masked words
+
+    def pretraining_obstacle(self) -> str | None:
+        """Return why the model cannot be pretrained on masked words, and what to do; None if it can.
+
+        A model that can has the other members of this section, and its encoded corpora are `Tokens`.
+        """
+        return "this model cannot be pretrained on masked words; use pretrain_epochs=0"
+
+    def hide_words(self, inputs: Inputs, generator: torch.Generator) -> tuple[Inputs, Tensor, Tensor]:
+        """Return a batch with some words hidden, their places, and the words; see `mtem.models.masked_words.hide_words`."""
+        raise NotImplementedError
+
+    def hidden_states(self, inputs: Inputs) -> Tensor:
+        """Return the output of the last layer at all positions, [N, L, D]."""
+        raise NotImplementedError
+
+    @property
+    def hidden_width(self) -> int:
+        """The last dimension of `hidden_states`."""
+        raise NotImplementedError
+
+    @property
+    def word_embeddings(self) -> nn.Embedding:
+        """The embeddings of the tokens."""
+        raise NotImplementedError
+
+    def default_pretraining_rate(self) -> float:
+        """Return the learning rate of pretraining on masked words for settings that give none."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------------ head, layers, parameters
 
     @property

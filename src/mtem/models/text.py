@@ -19,7 +19,7 @@ from mtem.data.batching import on_device
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.errors import RequestError
-from mtem.models import augment, encoders, integrity, pretrained
+from mtem.models import augment, encoders, integrity, masked_words, pretrained
 from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
 from mtem.models.frozen import FrozenTokens, frozen_tokens, keys_of, run_lower, same_function, upper_part, write_keys
 from mtem.models.heads import CosineHead
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Architectures in which every layer attends to all positions and passes a mask with four axes on unchanged.
 SAME_MASK_IN_ALL_LAYERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+SMALL_WIDTH = 512  # encoders with narrower hidden states are pretrained at a larger learning rate
 COSINE = "mtem_cosine_temperature"  # in the configuration of a model whose head was a CosineHead
 
 
@@ -70,6 +71,7 @@ class TextModel(Model):
         self._upper: list[PreTrainedModel] = []  # a list hides it from the module registry: its weights are network's
         self._vocabulary_flags: tuple[Tensor, Tensor] | None = None
         self._first_position = first_position_only(self)
+        self._words: Tensor | None = None
 
     # ------------------------------------------------------------------ creating, saving, loading
 
@@ -280,7 +282,7 @@ class TextModel(Model):
         """Return float32 logits, [N, K]."""
         inputs = self.prepare(inputs)
         noise, mask = inputs.get("noise"), self._mask(inputs)
-        with self.autocast(), _no_new_mask() if mask is None and is_recording() else contextlib.nullcontext():
+        with self.autocast(), _no_new_mask(mask):
             if "hidden" in inputs:
                 hidden = inputs["hidden"] if noise is None else inputs["hidden"] + noise
                 out = self._upper[0](inputs_embeds=hidden, attention_mask=mask)
@@ -335,6 +337,50 @@ class TextModel(Model):
                 yield
         finally:
             config._attn_implementation = loaded
+
+    # ------------------------------------------------------------------ masked words
+
+    def pretraining_obstacle(self) -> str | None:
+        """Return a reason if the tokenizer has no mask token, or if layers are frozen."""
+        if self.tokenizer.mask_token_id is None:
+            return "the encoder's tokenizer has no mask token; use pretrain_epochs=0, or another encoder"
+        if self.frozen_layers:
+            return (
+                f"pretraining trains all layers, but {self.frozen_layers} layers are frozen (by default all but two on a CPU); "
+                "set frozen_layers=0"
+            )
+        return None
+
+    def hide_words(self, inputs: Inputs, generator: torch.Generator) -> tuple[Inputs, Tensor, Tensor]:
+        """Return the batch with some of its words' tokens hidden, their places and their numbers."""
+        ids, (_, special) = inputs["input_ids"], self._vocabulary()
+        if self._words is None or self._words.device != self.device:
+            self._words = torch.nonzero(~special[: len(self.tokenizer)]).view(-1)
+        free = inputs["attention_mask"].bool() & ~special[ids]
+        hidden, places, words = masked_words.hide_words(ids, free, self._words, self.tokenizer.mask_token_id, generator)
+        return {**inputs, "input_ids": hidden}, places, words
+
+    def hidden_states(self, inputs: Inputs) -> Tensor:
+        """Return the output of the last layer at all positions, [N, L, D]."""
+        mask = self._mask(inputs)
+        with self.autocast(), self.all_positions(), _no_new_mask(mask):
+            out = self.network.base_model(input_ids=inputs["input_ids"], attention_mask=mask)
+        states: Tensor = out.last_hidden_state
+        return states
+
+    @property
+    def hidden_width(self) -> int:
+        """The width of the hidden states."""
+        return int(self.network.config.hidden_size)
+
+    @property
+    def word_embeddings(self) -> nn.Embedding:
+        """The embeddings of the tokens."""
+        return cast(nn.Embedding, self.network.get_input_embeddings())
+
+    def default_pretraining_rate(self) -> float:
+        """Return a larger rate for small encoders."""
+        return 2e-4 if self.hidden_width < SMALL_WIDTH else 1e-4
 
     # ------------------------------------------------------------------ layers
 
@@ -465,8 +511,11 @@ def _added(module: nn.Module, noise: Tensor | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_new_mask() -> Iterator[None]:
-    """Keep transformers from making a mask where there is none, which it does during a capture (before version 5.20 or so)."""
+def _no_new_mask(mask: Tensor | None) -> Iterator[None]:
+    """Keep transformers from making a mask where there is none: while a step is captured, some of its versions do."""
+    if mask is not None or not is_recording():
+        yield
+        return
     names = vars(masking_utils)
     original = names["is_tracing"]
     names["is_tracing"] = lambda *_, **__: False

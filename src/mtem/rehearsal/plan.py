@@ -74,16 +74,20 @@ class Plan:
         accepted = settings.names(*map(type, find_settings(self.model, method, self.preset_of(method), {})))
         return {name: value for name, value in self.given.items() if name in accepted}
 
+    def training_of(self, method: str) -> TrainingSettings:
+        """Return the training settings of a method."""
+        return find_settings(self.model, method, self.preset_of(method), self.settings_of(method)).training
+
     def priors_of(self, method: str) -> tuple[str, ...]:
         """Return the priors to compare for a method."""
-        own = find_settings(self.model, method, self.preset_of(method), self.settings_of(method)).training.target_class_prior
+        own = self.training_of(method).target_class_prior
         return self.class_priors or (own,)
 
     def rates_of(self, method: str, default: float) -> tuple[float, ...]:
         """Return the learning rates to compare for a method, whose default is `default` unless its preset has one."""
         if self.learning_rates is not None:
             return self.learning_rates
-        own = find_settings(self.model, method, self.preset_of(method), self.settings_of(method)).training.learning_rate
+        own = self.training_of(method).learning_rate
         return tuple(float(f"{factor * (default if own is None else own):.6g}") for factor in self.factors)
 
     def rare_of(self, classes: Sequence[str], domains: Domains, labels: np.ndarray) -> tuple[str, ...]:

@@ -28,15 +28,17 @@ from mtem.rehearsal.domains import Domains, find_domains
 from mtem.rehearsal.figures import ACCURACY, check_metric
 from mtem.rehearsal.plan import Plan, make_plan
 from mtem.rehearsal.schedule import run_trials
-from mtem.rehearsal.trials import Work
+from mtem.rehearsal.trials import Work, source_methods
 from mtem.run.adapt import Corpora, create_model, find_settings
 from mtem.run.inputs import FROZEN_LIMIT
+from mtem.run.pretrained import file_name, write_pretrained
 from mtem.run.record import by_class, now, versions
 from mtem.run.source_model import data_identity
 from mtem.selection.left_out import LeftOut, to_tensors
 from mtem.selection.rehearsed import LEFT_OUT, RECORD, Rehearsal
 from mtem.tensors import write_tensors
 from mtem.training.devices import find_device, find_precision
+from mtem.training.pretraining import check_pretraining, pretrain
 
 HARDLY_BETTER = 0.05  # in accuracy
 
@@ -57,6 +59,7 @@ def rehearse(
     jobs: int = 1,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    pretrain_on: Sequence[Any] = (),
     text_column: str | None = None,
     label_column: str | None = None,
     progress: Progress | None = None,
@@ -89,6 +92,9 @@ def rehearse(
         The folder to write. Without it nothing is written and nothing can be resumed.
     resume
         Continue the unfinished rehearsal in `output`.
+    pretrain_on
+        With `pretrain_epochs`: texts beyond the source, such as the target's, that the encoder is pretrained on too. Their
+        labels are not read. A run with these texts, in the order labeled target, target, does not pretrain again.
     text_column, label_column
         Names of the columns, if they are not the usual ones.
     progress
@@ -123,6 +129,12 @@ def rehearse(
     check_source(corpus)
     check_metric(metric, corpus.classes)
     request = describe_request(plan, corpus, str(model), metric)
+    more: list[Corpus] = []
+    if pretrained := [name for name in source_methods(plan) if plan.training_of(name).pretrain_epochs]:
+        for name in pretrained:
+            check_pretraining(untrained(corpus, plan, name), plan.training_of(name))
+        more = [load_corpus(data, labeled=False, name="pretraining", **columns) for data in pretrain_on]
+        request["pretrained_on"] = [data_identity(texts.files) for texts in more]
     path = Path(output) if output is not None else None
     if path is not None and is_finished(path, resume, request):
         logger.info("%s: this rehearsal is finished already", path)
@@ -136,7 +148,10 @@ def rehearse(
         write_json(folder / RECORD, {"status": "running", **request})
         work = Work(corpus, domains, plan, folder)
         store_frozen(corpus, plan, work.frozen_store, progress)
-        outputs, resolved, notes = run_trials(work, plan, jobs, budget, progress)
+        before = time.monotonic()
+        pretrain_once(work, pretrained, more, progress)
+        left = None if budget is None else budget - (time.monotonic() - before) / 60
+        outputs, resolved, notes = run_trials(work, plan, jobs, left, progress)
         results, left_out = analyse(outputs, corpus.classes, metric, resolved)
         notes += hardly_trained(left_out)
         record = {
@@ -149,6 +164,9 @@ def rehearse(
             write_tensors(path / LEFT_OUT, to_tensors(left_out))
             write_json(path / RECORD, record)
             work.remove_intermediate()
+            if not more:  # no run has these texts alone
+                for file in work.pretrained.values():
+                    file.unlink(missing_ok=True)
         for note in notes:
             logger.warning(note)
         return Rehearsal(record, left_out, path)
@@ -208,9 +226,25 @@ def describe_domains(domains: Domains, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def untrained(corpus: Corpus, plan: Plan) -> Model:
-    """Return the model before any training."""
-    method = plan.methods[0]
+def pretrain_once(work: Work, methods: Sequence[str], more: Sequence[Corpus], progress: Progress) -> None:
+    """Pretrain the encoder that source models begin from, on the texts of all domains and on `more`; no label is used.
+
+    Methods with the same settings share it.
+    """
+    plan, corpora = work.plan, [work.corpus, *more]
+    for method in methods:
+        training = plan.training_of(method)
+        path = work.folder / file_name(str(plan.model), training, [corpus.files for corpus in corpora])
+        if not path.is_file():
+            network = untrained(work.corpus, plan, method)
+            pretrain(network, [network.encode(corpus) for corpus in corpora], training, progress)
+            write_pretrained(path, network)
+        work.pretrained[method] = path
+
+
+def untrained(corpus: Corpus, plan: Plan, method: str | None = None) -> Model:
+    """Return the model before any training, with the settings of a method, by default the first."""
+    method = method or plan.methods[0]
     chosen = find_settings(plan.model, method, plan.preset_of(method), plan.settings_of(method))
     device = find_device(chosen.training.device)
     name = models.find(plan.model, chosen.model)

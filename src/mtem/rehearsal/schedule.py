@@ -13,7 +13,7 @@ from mtem.atomic import read_json
 from mtem.errors import RunError
 from mtem.progress import Progress
 from mtem.rehearsal.plan import Plan
-from mtem.rehearsal.trials import SHARED_SOURCE, SourceTask, Trial, TrialOutputs, Work
+from mtem.rehearsal.trials import SHARED_SOURCE, SourceTask, Trial, TrialOutputs, Work, source_methods
 
 FEWEST_EPOCHS = 2  # a budget cuts no further
 COST = 3.0  # of a text in a pass of a method, relative to one in source training
@@ -51,8 +51,7 @@ def run_trials(
     """
     deadline = float("inf") if budget is None else time.time() + 60 * budget
     names = [work.domains.names[number] for number in work.domains.rehearsed]
-    trained = list(dict.fromkeys(method if plan.own_source_model(method) else SHARED_SOURCE for method in plan.methods))
-    sources = [SourceTask(name, method) for name in names for method in trained]
+    sources = [SourceTask(name, method) for name in names for method in source_methods(plan)]
     for failure in _run(work, [[task] for task in sources], jobs, "source models", progress):
         raise RunError(f"the source model without {failure.task.domain} failed: {failure.message}")
     first = read_json(work.source_model_path(sources[0]) / "run.json")

@@ -156,12 +156,15 @@ class Work:
         What is compared; a trial has a candidate after each of its passes.
     folder
         Where source models and trials are written.
+    pretrained
+        The file of the encoder that was pretrained for the source models of a method, by its name; empty without pretraining.
     """
 
     corpus: Corpus
     domains: Domains
     plan: Plan
     folder: Path
+    pretrained: dict[str, Path] = dataclasses.field(default_factory=dict)
 
     def __call__(self, task: SourceTask | Trial, report: Report = lambda fraction: None) -> None:
         """Run one task and write its result."""
@@ -249,7 +252,7 @@ class Work:
             adapt(
                 self.others(task.domain), target, model=self.plan.model, method=task.method,
                 preset=self.plan.preset_of(task.method), output=Path(temporary, "run"), progress=_Reported(report, "source"),
-                frozen_store=self.frozen_store, **given,
+                frozen_store=self.frozen_store, pretrained=self.pretrained.get(task.method), **given,
             )  # fmt: skip
             with contextlib.suppress(OSError):  # another process was first
                 Path(temporary, "run").rename(path)
@@ -307,6 +310,11 @@ class Recorder:
             seconds=round(seconds, 2),
             machine=machine(record["resolved"]["device"]),
         )
+
+
+def source_methods(plan: Plan) -> list[str]:
+    """Return the methods whose source models are trained: one for all that can share it, and those that need their own."""
+    return list(dict.fromkeys(method if plan.own_source_model(method) else SHARED_SOURCE for method in plan.methods))
 
 
 def digest_of(value: Any) -> str:

@@ -25,6 +25,7 @@ from mtem.progress import Progress
 from mtem.run.candidates import OnCandidate
 from mtem.run.directory import REHEARSAL, RunDirectory
 from mtem.run.pipeline import Observer, Run
+from mtem.run.pretrained import begin_pretrained, describe_pretrained, find_pretrained
 from mtem.run.result import Adapted
 from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out
 from mtem.selection import diagnostics
@@ -78,6 +79,7 @@ def adapt(
     observe: Observer | None = None,
     on_candidate: OnCandidate | None = None,
     frozen_store: Path | None = None,
+    pretrained: Path | None = None,
     text_column: str | None = None,
     label_column: str | None = None,
     progress: Progress | None = None,
@@ -112,6 +114,8 @@ def adapt(
         Called with the step, the evaluated rows of the target and the `CandidateOutputs` of every candidate.
     frozen_store
         A file of `Model.store_lower`: what it has of these texts is not computed again.
+    pretrained
+        A file of `write_pretrained`: the encoder in it is used instead of pretraining one.
     text_column, label_column
         Names of the columns, if they are not the usual ones.
     progress
@@ -160,10 +164,15 @@ def adapt(
     corpora = load_corpora(source, target, target_labeled, method_cls, model_cls, columns)
     request = describe_request(corpora, chosen, method=method, preset=preset, model=str(model), source_model=source_model)
     request |= {"choices": choices, "rehearsal": None if rehearsal is None else describe_rehearsal(rehearsal, request)}
+    if source_model is None:
+        pretrained = pretrained or find_pretrained(rehearsal, request, chosen.training)
+    request |= {"pretrained": describe_pretrained(pretrained)}
     if resume and path is not None and is_finished(RunDirectory(path), request):
         logger.info("%s: this run is finished already", path)
         return Adapted.load(path)
     network = create_model(name, corpora, chosen, method_cls, source_model, device, precision)
+    if pretrained is not None:
+        begin_pretrained(network, pretrained)
     with contextlib.ExitStack() as stack:
         workspace = None if path is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
         directory = RunDirectory(path, workspace, frozen_store)
@@ -339,6 +348,8 @@ def is_finished(directory: RunDirectory, request: Mapping[str, Any]) -> bool:
             raise RequestError(f"{path}: cannot resume, setting {key} was {was} and is now {is_now}")
     if (old.get("source_model") or {}).get("sha256") != (new["source_model"] or {}).get("sha256"):
         raise RequestError(f"{path}: cannot resume, it began from another source model; give the --source-model it began with")
+    if (old.get("pretrained") or {}).get("sha256") != (new["pretrained"] or {}).get("sha256"):
+        raise RequestError(f"{path}: cannot resume, the rehearsal whose pretrained encoder it began with is not there any more")
     for part, entries in new["data"].items():
         if data_identity(old["data"][part]) != data_identity(entries):
             raise RequestError(f"{path}: cannot resume, the {part.replace('_', '-')} data have changed since")

@@ -8,7 +8,8 @@
     run/indexes.parquet                every target text with its entropy index, prediction and confidence
     run/checkpoints/source.safetensors the weights before the adaptation
     run/rehearsal/                     the rehearsal, if the run was asked to rehearse first
-    run/checkpoints/                   during the run: step-N/, best-N.safetensors, frozen-*.npy, left-out-N.safetensors
+    run/checkpoints/                   during the run: step-N/, best-N.safetensors, frozen-*.npy, left-out-N.safetensors,
+                                       pretrained.safetensors
 
 Each file is written whole or not at all. ``run.json`` is written last.
 """
@@ -35,6 +36,7 @@ from mtem.training.checkpoints import Checkpoints
 ROWS_PER_GROUP = 50_000  # of indexes.parquet
 REHEARSAL = "rehearsal"  # folder of a rehearsal that was made for the run
 SOURCE = "source"  # name of the weights before the adaptation
+PRETRAINED = "pretrained"  # name of the weights before the source training, if the encoder was pretrained
 
 
 class RunDirectory:
@@ -201,7 +203,7 @@ class RunDirectory:
     def remove_intermediate(self) -> None:
         """After a finished run, keep only the source model's weights and the left-out models' logits."""
         self.checkpoints.clear()
-        for pattern in ("best-*.safetensors", "frozen-*.npy", "left-out-*.safetensors"):
+        for pattern in ("best-*.safetensors", "frozen-*.npy", "left-out-*.safetensors", f"{PRETRAINED}.safetensors"):
             for path in self.workspace.glob(pattern):
                 path.unlink()
 

@@ -1,4 +1,4 @@
-"""The stages of a run: train the source model, adapt, choose and estimate without target labels, write."""
+"""The stages of a run: pretrain the encoder, train the source model, adapt, choose and estimate without target labels, write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.base import Model
 from mtem.progress import Progress
 from mtem.run.candidates import Candidates, OnCandidate
-from mtem.run.directory import SOURCE, RunDirectory
+from mtem.run.directory import PRETRAINED, SOURCE, RunDirectory
 from mtem.run.inputs import RunInputs
 from mtem.run.record import by_class, now, predicted_shares, versions
 from mtem.run.result import Adapted, index_table
@@ -30,7 +30,7 @@ from mtem.selection.calibration import calibrate
 from mtem.selection.criteria import CandidateOutputs
 from mtem.selection.left_out import FOLD, LeftOut, Part, find_parts
 from mtem.selection.rehearsed import Advice, correct_estimate, outside_warnings
-from mtem.training import checkpoints
+from mtem.training import checkpoints, pretraining
 from mtem.training.settings import TrainingSettings, find_learning_rates
 from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
@@ -90,13 +90,16 @@ class Run:
             raise RequestError(
                 "target_class_prior=labeled: there are no labeled target texts; give --target-labeled, or another prior"
             )
+        self.pretrains = bool(training.pretrain_epochs and not request["source_model"] and not request["pretrained"])
+        if self.pretrains:
+            pretraining.check_pretraining(model, training)
         self.model, self.method_cls, self.settings, self.method_settings = model, method_cls, training, method_settings
         self.directory, self.progress, self.request, self.observe = directory, progress, request, observe
         self.on_candidate, self.advice = on_candidate, advice
         self.source_learning_rate, self.learning_rate = find_learning_rates(training, model.default_learning_rates())
         self.generator = torch.Generator().manual_seed(training.seed)
         self.started = self.saved = time.monotonic()
-        self.seconds = {"source": 0.0, "adapt": 0.0}
+        self.seconds = {pretraining.STAGE: 0.0, "source": 0.0, "adapt": 0.0}
         self.source_weights: dict[str, Tensor] = {}
         self.initial = {} if request["source_model"] else clone({**current(model), **head_buffers(model)})
         self.left_out = left_out or []
@@ -110,15 +113,21 @@ class Run:
         self.directory.start(fresh=resumed is None)
         self.directory.write_record({"status": "running", **self.description()})
         self.prepare()
-        stage, done = "source", 0
+        stage, done = pretraining.STAGE, 0
         tensors: dict[str, Tensor] = {}
         if resumed is not None:
             tensors, record = resumed
             stage, done = record["stage"], record["done"]
-            self.candidates.entries, self.seconds = record["candidates"], record["seconds"]
+            self.candidates.entries, self.seconds = record["candidates"], self.seconds | record["seconds"]
             self.directory.truncate_history(record["history"])
             logger.info("resuming: stage %s, %d steps done", stage, done)
-        if stage == "source":
+        if self.pretrain_steps:
+            if stage == pretraining.STAGE:
+                self.pretrain(done, tensors)
+                tensors, done = {}, 0
+            else:
+                self.initial = self.directory.read_weights(PRETRAINED)
+        if stage != "adapt":
             if not self.request["source_model"]:
                 self.train_source(done, tensors)
             self.source_weights = clone({**current(self.model), **head_buffers(self.model)})
@@ -139,16 +148,37 @@ class Run:
         stop = self.settings.stop_epochs
         self.last_step = self.steps if stop is None else min(self.steps, round(stop * self.inputs.target_stream.per_epoch))
         has_source_model = bool(self.request["source_model"])
+        self.pretrain_steps = 0
+        if self.pretrains:
+            self.all_texts = pretraining.all_texts(
+                self.model, [self.inputs.source_stream.tokens, self.inputs.target_stream.tokens], self.settings
+            )
+            self.pretrain_steps = round(self.settings.pretrain_epochs * self.all_texts.per_epoch)
         self.source_steps = 0 if has_source_model else round(self.settings.source_epochs * self.inputs.source_stream.per_epoch)
         self.candidates = Candidates(
             self.model, self.inputs, self.settings, self.steps, self.last_step, self.directory, self.on_candidate
         )  # fmt: skip
+
+    def pretrain(self, done: int, tensors: dict[str, Tensor]) -> None:
+        """Before stage 1: train the encoder to restore masked words of all texts. Left-out models begin from it too."""
+        method = pretraining.new_method(self.model, self.settings, self.context(self.pretrain_steps))
+        rate = pretraining.find_learning_rate(self.model, self.settings)
+        trainer = self.trainer(
+            method, pretraining.STAGE, self.pretrain_steps, rate, None, "adamw", "linear", source=self.all_texts
+        )
+        self.begin_stage(trainer, tensors, number=pretraining.SEED)
+        trainer.run(done)
+        self.generator.manual_seed(self.settings.seed)  # as in a run that begins from this run's source model
+        self.initial = clone({**current(self.model), **head_buffers(self.model)})
+        self.directory.write_weights(PRETRAINED, self.initial)
 
     def train_source(self, done: int, tensors: dict[str, Tensor]) -> None:
         """Stage 1: train the source model, theta_1."""
         method = SourceOnly(self.model, SourceOnlySettings(), self.context(self.source_steps))
         trainer = self.trainer(method, "source", self.source_steps, self.source_learning_rate, None, "adamw", "linear")
         self.begin_stage(trainer, tensors, number=1)
+        if self.pretrain_steps and not tensors:
+            self.checkpoint(trainer, 0)
         trainer.run(done)
 
     def adapt(self, done: int, tensors: dict[str, Tensor]) -> Method:
@@ -199,7 +229,7 @@ class Run:
             **self.description(),
             "finished": now(),
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
-            "steps": {"source": self.source_steps, "adapt": self.last_step},
+            "steps": {pretraining.STAGE: self.pretrain_steps, "source": self.source_steps, "adapt": self.last_step},
             "selection": {
                 "criterion": self.settings.criterion,
                 "chosen_step": step,
@@ -382,7 +412,7 @@ class Run:
 
     def trainer(
         self, method: Method, stage: str, steps: int, learning_rate: float, target: Stream | None,
-        optimizer: str | None = None, schedule: str | None = None,
+        optimizer: str | None = None, schedule: str | None = None, source: Stream | None = None,
     ) -> Trainer:  # fmt: skip
         """Return the trainer of a stage, with evaluations and checkpoints after its steps."""
         start = time.monotonic() - self.seconds[stage]
@@ -396,9 +426,10 @@ class Run:
                 self.checkpoint(trainer, done)
 
         trainer = Trainer(
-            method, self.settings, name=stage, steps=steps, learning_rate=learning_rate, source=self.inputs.source_stream,
-            target=target, progress=self.progress, optimizer=optimizer, schedule=schedule, record=self.record_line,
-            after_step=after_step, last_step=self.last_step if stage == "adapt" else None,
+            method, self.settings, name=stage, steps=steps, learning_rate=learning_rate,
+            source=source or self.inputs.source_stream, target=target, progress=self.progress, optimizer=optimizer,
+            schedule=schedule, record=self.record_line, after_step=after_step,
+            last_step=self.last_step if stage == "adapt" else None,
         )  # fmt: skip
         return trainer
 
@@ -420,9 +451,10 @@ class Run:
             "seconds": self.seconds,
             "history": self.directory.history_size(),
         }
-        offset = self.source_steps + 1 if trainer.name == "adapt" else 0
+        before_source = self.pretrain_steps + 1 if self.pretrain_steps else 0
+        offsets = {pretraining.STAGE: 0, "source": before_source, "adapt": before_source + self.source_steps + 1}
         tensors = checkpoints.collect(trainer, self.candidates.prior.alignment, self.generator)
-        self.directory.checkpoints.write(f"step-{offset + done}", tensors, record)
+        self.directory.checkpoints.write(f"step-{offsets[trainer.name] + done}", tensors, record)
         # Only now the older best weights are no longer needed by any checkpoint.
         self.directory.keep_best(self.candidates.chosen_step)
         self.saved = time.monotonic()
@@ -445,6 +477,7 @@ class Run:
                 "precision": str(self.model.precision or torch.float32).removeprefix("torch."),
                 "frozen_layers": self.model.frozen_layers,
                 "max_length": self.model.max_length,
+                "pretrain_learning_rate": pretraining.find_learning_rate(self.model, self.settings) if self.pretrains else None,
                 "source_learning_rate": self.source_learning_rate,
                 "learning_rate": self.learning_rate,
                 "threads": torch.get_num_threads(),

@@ -19,6 +19,14 @@ class TrainingSettings:
     seed: int = setting(0, "seed of every random choice", low=0, high=2**32 - 1)
     max_length: int = setting(256, "tokens kept of a text", low=4)
     batch_size: int = setting(50, "texts in a batch, of the source and of the target", low=1)
+    pretrain_epochs: float = setting(
+        0.0, "passes over all texts, labeled or not, in which the encoder learns to restore masked words, before the source "
+        "training; 0: none", low=0.0,
+    )  # fmt: skip
+    pretrain_learning_rate: float | None = setting(
+        None, "learning rate of the pretraining; none: 2e-4 for encoders with hidden states narrower than 512, else 1e-4", low=0.0
+    )
+    pretrain_batch_size: int = setting(64, "texts in a batch of the pretraining", low=1)
     source_epochs: float = setting(3.0, "passes over the labeled texts before the adaptation", low=0.0)
     source_learning_rate: float | None = setting(
         None, "learning rate of the source training; none: 5e-5, or 5e-4 when lower layers are frozen; bigcn 2e-3", low=0.0

@@ -310,6 +310,15 @@ class BigcnModel(Model):
         """
         return views.augment(inputs, kind, share, generator)
 
+    def pretraining_obstacle(self) -> str | None:
+        """Return a reason: a graph network has no words to restore, and an encoder of posts is not trained."""
+        why = (
+            "bigcn does not train the encoder of its posts yet"
+            if self.features.name == Embeddings.name
+            else "bigcn has no encoder"
+        )
+        return f"pretraining on masked words needs an encoder of texts, and {why}; use pretrain_epochs=0"
+
     def default_learning_rates(self) -> tuple[float, float]:
         """Return the rates of the source training and of the adaptation."""
         return 2e-3, 5e-4
