@@ -166,6 +166,7 @@ def adapt(
     network = create_model(name, corpora, chosen, method_cls, source_model, device, precision)
     with contextlib.ExitStack() as stack:
         workspace = None if path is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
+        stack.callback(setattr, progress, "outlook", None)
         directory = RunDirectory(path, workspace, frozen_store)
         run = Run(
             network, method_cls, chosen.training, chosen.method, *corpora, directory, progress, request,
