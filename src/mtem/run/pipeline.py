@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,7 @@ class Run:
         resumed = self.directory.newest_checkpoint() if resume else None
         self.directory.start(fresh=resumed is None)
         self.directory.write_record({"status": "running", **self.description()})
-        self.prepare(None if resumed is None else resumed[1])
+        self.prepare()
         stage, done = "source", 0
         tensors: dict[str, Tensor] = {}
         if resumed is not None:
@@ -121,6 +121,9 @@ class Run:
             self.candidates.entries, self.seconds = record["candidates"], record["seconds"]
             self.directory.truncate_history(record["history"])
             logger.info("resuming: stage %s, %d steps done", stage, done)
+        if not self.progress.quiet:
+            self.progress.outlook = self.forecast = make_forecast(self, stage, done)
+        self.inputs.keep_lower(self.directory, self.progress)
         if stage == "source":
             if not self.request["source_model"]:
                 self.train_source(done, tensors)
@@ -132,8 +135,8 @@ class Run:
         method = self.adapt(done, tensors)
         return self.finish(method)
 
-    def prepare(self, resumed: Mapping[str, Any] | None = None) -> None:
-        """Encode the texts, and find the number of steps, when candidates are evaluated, and how long it will take."""
+    def prepare(self) -> None:
+        """Encode the texts, and find the number of steps and when candidates are evaluated."""
         self.inputs.encode(self.progress)
         steps = self.settings.steps
         self.steps = round(self.settings.epochs * self.inputs.target_stream.per_epoch) if steps is None else steps
@@ -146,10 +149,6 @@ class Run:
         self.candidates = Candidates(
             self.model, self.inputs, self.settings, self.steps, self.last_step, self.directory, self.on_candidate
         )  # fmt: skip
-        if not self.progress.quiet:
-            stage, done = ("source", 0) if resumed is None else (resumed["stage"], resumed["done"])
-            self.progress.outlook = self.forecast = make_forecast(self, stage, done)
-        self.inputs.keep_lower(self.directory, self.progress)
 
     def train_source(self, done: int, tensors: dict[str, Tensor]) -> None:
         """Stage 1: train the source model, theta_1."""

@@ -78,8 +78,9 @@ def plan(run: Run, stage: str, done: int, lower: dict[str, bool]) -> list[Stage]
         scored = np.zeros(len(work))
         # A step is reported before the evaluation after it; the last one comes when the progress bar is full.
         scored[[step + 1 for step in candidates.evaluation_steps if step < run.last_step]] = evaluation
-        stages.append(Stage("adapt", title, METHOD, work, np.cumsum(scored), first=done if stage == "adapt" else 0))
-        stages.append(whole("the last candidate", title, SCORE, evaluation))
+        first = 0 if fresh else done
+        stages.append(Stage("adapt", title, METHOD, work, np.cumsum(scored), first=first))
+        stages.append(whole("the last candidate", title, SCORE, evaluation * (first < run.last_step)))
     for number, part in enumerate(run.left_out_parts()):
         if not directory.has_left_out_part(number):
             stream = run.left_out_stream(part)
