@@ -52,10 +52,12 @@ def seconds(arguments: list[str], environment: dict[str, str]) -> float:
     with tempfile.TemporaryDirectory() as cache:
         variables = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
         start = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "mtem.cli", *arguments, "--quiet"], check=True, stdout=subprocess.DEVNULL,
+        done = subprocess.run(
+            [sys.executable, "-m", "mtem.cli", *arguments, "--quiet"], capture_output=True, text=True,
             env={**variables, "MTEM_CACHE": cache, **environment},
         )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(done.stderr)
         return time.perf_counter() - start
 
 
