@@ -80,6 +80,54 @@ def test_quiet_lets_only_notices_through(terminal, clock):
     assert "[b]three empty texts[/b] dropped" in stream.getvalue() and stream.getvalue().count("\n") == 1
 
 
+class Outlook:
+    """Says that two minutes less are left with every unit; remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list = []
+
+    def begin(self, name):
+        self.told.append(name)
+
+    def advance(self, done):
+        self.told.append(done)
+
+    def end(self):
+        self.told.append("end")
+
+    def left(self):
+        return None if self.told[-1] == 0 else 1200 - 120 * self.told[-1]
+
+
+def test_the_time_left_of_the_whole_run(clock):
+    progress, stream = shown(False)
+    progress.outlook = Outlook()
+    with progress.stage("adapt", 4):
+        progress.advance(0)
+        for done in (1, 2):
+            clock[0] += 30
+            progress.advance(done, {"loss": 0.5})
+    assert progress.outlook.told == ["adapt", 0, 1, 2, "end"]
+    assert stream.getvalue().splitlines() == [
+        "adapt 1/4  30 s, 90 s left, whole run: 18 min left  loss 0.5",
+        "adapt 2/4  60 s, 60 s left, whole run: 16 min left  loss 0.5",
+    ]
+    progress, stream = shown(True)
+    progress.outlook = Outlook()
+    with progress.stage("adapt", 4):
+        progress.advance(0)
+        assert "whole run" not in stream.getvalue()
+        progress.advance(1, {"loss": 0.5})
+    assert "whole run: 18 min left" in stream.getvalue() and "loss 0.5" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.3, "0 s"), (89, "89 s"), (91, "2 min"), (1100, "18 min"), (5399, "90 min"), (9000, "2.5 h")]
+)
+def test_durations_for_people(seconds, text):
+    assert module.duration(seconds) == text
+
+
 def test_a_failing_stage_gives_the_terminal_back():
     progress, stream = shown(True)
     with pytest.raises(ValueError), progress.stage("adapt", 10):

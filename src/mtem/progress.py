@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -13,13 +14,30 @@ from rich.text import Text
 
 
 class _Bar(Bar):
-    """A bar with the figures on a separate line: 80 columns are too few for both."""
+    """A bar with the figures, and the time left of the whole run, on separate lines: 80 columns are too few for all."""
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
-            if task.fields["figures"]:
-                yield Text(task.fields["figures"], style="dim")
+            for name in ("figures", "run"):
+                if task.fields[name]:
+                    yield Text(task.fields[name], style="dim")
+
+
+class Outlook(Protocol):
+    """What knows the stages of a whole run: it is told of their progress, and says how much time is left."""
+
+    def begin(self, name: str) -> None:
+        """Begin a stage."""
+
+    def advance(self, done: int) -> None:
+        """Take note that so many units of the stage are done."""
+
+    def end(self) -> None:
+        """End the stage."""
+
+    def left(self) -> float | None:
+        """Return the seconds that are left of the run; None if they are not known."""
 
 
 class Progress:
@@ -33,7 +51,14 @@ class Progress:
         Standard error by default.
     quiet : bool
         Whether to print nothing but notices.
+
+    Attributes
+    ----------
+    outlook : Outlook or None
+        Of the run that the stages belong to, if it has one: then the time left of the whole run is shown too.
     """
+
+    outlook: Outlook | None = None
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True)
@@ -67,6 +92,15 @@ class Progress:
             Number of units of work, None if unknown.
         """
         self._stage, self._total, self._started, self._tenth = name, total, time.monotonic(), 0
+        if self.outlook is not None:
+            self.outlook.begin(name)
+        with self._shown(name, total):
+            yield self
+        if self.outlook is not None:
+            self.outlook.end()
+
+    @contextmanager
+    def _shown(self, name: str, total: int | None) -> Iterator[None]:
         if self.console.is_terminal and not self.quiet:
             columns = (
                 TextColumn("[bold]{task.description}"),
@@ -76,29 +110,34 @@ class Progress:
                 TimeRemainingColumn(),
             )
             with _Bar(*columns, console=self.console) as self._bar:
-                self._task = self._bar.add_task(name, total=total, figures="")
+                self._task = self._bar.add_task(name, total=total, figures="", run="")
                 try:
-                    yield self
+                    yield
                 finally:
                     self._bar = None
         else:
-            yield self
+            yield
 
     def advance(self, done: int, figures: Mapping[str, float] | None = None) -> None:
         """Report that `done` units of the stage are done, and optionally some figures."""
         text = "  ".join(f"{name} {_short(value)}" for name, value in (figures or {}).items())
+        if self.outlook is not None:
+            self.outlook.advance(done)
         if self._bar is not None and self._task is not None:
-            if text:
-                self._bar.update(self._task, completed=done, figures=text)
-            else:
-                self._bar.update(self._task, completed=done)
+            fields: dict[str, Any] = {"figures": text} if text else {}
+            self._bar.update(self._task, completed=done, run=self._run_left(), **fields)
         elif not self.quiet and self._due(done):
             elapsed = time.monotonic() - self._started
             if self._total is None:
                 self._line(f"{self._stage} {done}  {elapsed:.0f} s")
                 return
             left = elapsed / max(done, 1) * (self._total - done)
-            self._line(f"{self._stage} {done}/{self._total}  {elapsed:.0f} s, {left:.0f} s left  {text}".rstrip())
+            times = ", ".join(filter(None, (f"{elapsed:.0f} s, {left:.0f} s left", self._run_left())))
+            self._line(f"{self._stage} {done}/{self._total}  {times}  {text}".rstrip())
+
+    def _run_left(self) -> str:
+        left = None if self.outlook is None else self.outlook.left()
+        return "" if left is None else f"whole run: {duration(left)} left"
 
     def _due(self, done: int) -> bool:
         """Return whether a line is due: every tenth of a stage, at most every ten seconds."""
@@ -107,6 +146,19 @@ class Progress:
             return False
         self._tenth, self._printed = tenth, now
         return True
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: seconds, minutes or hours.
+
+    Examples
+    --------
+    >>> [duration(seconds) for seconds in (8.2, 95, 1100, 9000)]
+    ['8 s', '2 min', '18 min', '2.5 h']
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _short(value: float) -> str:

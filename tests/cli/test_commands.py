@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import errno
 import gzip
@@ -19,6 +20,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from mtem.cli import main
 from mtem.data import readers, writers
 from tests.conftest import make_texts, write_jsonl
 from tests.processes import LIMIT, content, interruptible, wait_for_begun
@@ -113,6 +115,36 @@ def test_help_does_not_wait_for_torch():
     code += "heavy = {'torch', 'transformers', 'pandas', 'pyarrow', 'numpy'} & set(sys.modules); print('HEAVY', sorted(heavy))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "HEAVY []" in done.stdout and "Usage" in done.stdout
+
+
+WAITING = "import os, runpy, sys; sys.argv = ['mtem', '--help']\ntry:\n    {start}\nexcept SystemExit:\n    pass\n"
+WAITING += "print('WAITING', {{name: os.environ.get(name) for name in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME')}})"
+STARTS = {"script": "from mtem.cli.main import main; main()", "module": "runpy.run_module('mtem.cli', run_name='__main__')"}
+
+
+def waiting(start, **given):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_WAIT", "GOMP_", "KMP_"))}
+    code = WAITING.format(start=STARTS[start])
+    done = subprocess.run([sys.executable, "-c", code], env={**environment, **given}, capture_output=True, text=True, check=True)
+    found = ast.literal_eval(done.stdout.partition("WAITING ")[2])
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_threads_sleep_while_they_wait(start):
+    assert waiting(start) == {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@pytest.mark.parametrize("given", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "1000"}, {"KMP_BLOCKTIME": "200"}])
+def test_threads_wait_as_the_user_says(given):
+    assert waiting("script", **given) == given
+
+
+def test_a_process_that_has_torch_keeps_its_environment(monkeypatch):
+    for name in main.WAITING:
+        monkeypatch.delenv(name, raising=False)
+    main.wait_without_spinning()
+    assert not any(name in os.environ for name in main.WAITING)
 
 
 def read_all(descriptor, process):

@@ -7,6 +7,7 @@ in `COMMANDS`. A command's module is imported when the command is called, so `mt
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
@@ -36,6 +37,7 @@ COMMANDS = {
     "reproduce": ("mtem_paper.command", "reproduce", "Repeat the paper's experiments, run by run."),
     "cost": ("mtem_paper.cost_command", "cost", "Measure time, memory and error of a step with each gradient engine."),
 }
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how the threads of a CPU wait for each other
 INTERRUPTED = 130  # exit code of typer for Ctrl-C
 CONTINUE = {
     "adapt": "; the same command with --resume continues",
@@ -104,6 +106,7 @@ def options(
 
 def main() -> None:
     """Run the command line. An error is one line: exit code 2 for a wrong request, 1 for a failed run, 130 for Ctrl-C."""
+    wait_without_spinning()
     try:
         app()
     except RequestError as error:
@@ -117,6 +120,16 @@ def main() -> None:
         if stop.code == INTERRUPTED:
             _fail("interrupted" + CONTINUE.get(_command(), ""), INTERRUPTED)
         raise
+
+
+def wait_without_spinning() -> None:
+    """Let the threads of torch sleep while they wait for each other, here and in child processes, unless the user has decided.
+
+    By default they spin, which takes the cores from one another as soon as other processes are busy too. The variable is read
+    when torch is imported.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def _command() -> str:

@@ -175,6 +175,7 @@ def adapt(
         begin_pretrained(network, pretrained)
     with contextlib.ExitStack() as stack:
         workspace = None if path is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
+        stack.callback(setattr, progress, "outlook", None)
         directory = RunDirectory(path, workspace, frozen_store)
         run = Run(
             network, method_cls, chosen.training, chosen.method, *corpora, directory, progress, request,

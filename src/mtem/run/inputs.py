@@ -34,7 +34,8 @@ class RunInputs:
     class_shares
         Share of each class among the labels that are trained on.
     source_stream, target_stream, target_labeled_stream
-        Batches by step number, after `encode`. The last is None without labeled target texts.
+        Batches by step number, after `encode`. The last is None without labeled target texts. After `keep_lower` they have the
+        output of the frozen layers, if there are any.
     """
 
     source_stream: Stream
@@ -68,11 +69,11 @@ class RunInputs:
         """Class numbers of the labeled target texts."""
         return self.labels[self.target_labeled_rows]
 
-    def encode(self, directory: RunDirectory, progress: Progress) -> None:
-        """Tokenize both corpora, run the frozen layers if there are any, and make the batches."""
+    def encode(self, progress: Progress) -> None:
+        """Tokenize both corpora, and make the batches."""
         model, size, seed = self.model, self.settings.batch_size, self.settings.seed
-        labeled = self._encoded(self.labeled, "labeled", directory, progress)
-        target = self._encoded(self.target, "target", directory, progress)
+        labeled = self._encoded(self.labeled, "labeled", progress)
+        target = self._encoded(self.target, "target", progress)
         share, rows = self.settings.target_labeled_share, self.target_labeled_rows
         self.source_stream = Stream(
             model, labeled, self.train_rows, self.labels, size, 2 * seed, extra=rows, extra_share=share or 0.0
@@ -83,12 +84,19 @@ class RunInputs:
             often = share or len(rows) / len(self.train_rows)
             self.target_labeled_stream = Stream(model, labeled, rows, self.labels, texts_per_batch(size, often), 2 * seed + 1)
 
-    def _encoded(self, corpus: Corpus, name: str, directory: RunDirectory, progress: Progress) -> EncodedCorpus:
+    def _encoded(self, corpus: Corpus, name: str, progress: Progress) -> EncodedCorpus:
         with progress.stage(f"tokens of the {name} {self.unit}", len(corpus)):
-            tokens = self.model.encode(corpus, progress=lambda done, _: progress.advance(done))
-        path = directory.frozen_path(name)
-        stage = f"frozen layers, {name} {self.unit}"
-        return self.model.keep_lower(tokens, path, progress, stage, FROZEN_LIMIT, directory.frozen_store)
+            return self.model.encode(corpus, progress=lambda done, _: progress.advance(done))
+
+    def keep_lower(self, directory: RunDirectory, progress: Progress) -> None:
+        """Run the frozen layers of the model, if there are any, once for each text."""
+        for name, streams in (("labeled", (self.source_stream, self.target_labeled_stream)), ("target", (self.target_stream,))):
+            path, stage = directory.frozen_path(name), f"frozen layers, {name} {self.unit}"
+            store = directory.frozen_store
+            tokens = self.model.keep_lower(streams[0].tokens, path, progress, stage, FROZEN_LIMIT, store)
+            for stream in streams:
+                if stream is not None:
+                    stream.tokens = tokens
 
     def class_weights(self) -> Tensor | None:
         """Return the weight of each class in the cross-entropy; None: all equal."""

@@ -21,7 +21,9 @@ from mtem.models.base import Model
 from mtem.progress import Progress
 from mtem.run.candidates import Candidates, OnCandidate
 from mtem.run.directory import PRETRAINED, SOURCE, RunDirectory
+from mtem.run.forecast import Forecast
 from mtem.run.inputs import RunInputs
+from mtem.run.probe import make_forecast
 from mtem.run.record import by_class, now, predicted_shares, versions
 from mtem.run.result import Adapted, index_table
 from mtem.selection import accuracy_estimate, diagnostics, priors
@@ -103,6 +105,7 @@ class Run:
         self.source_weights: dict[str, Tensor] = {}
         self.initial = {} if request["source_model"] else clone({**current(model), **head_buffers(model)})
         self.left_out = left_out or []
+        self.forecast: Forecast | None = None
         self.inputs = RunInputs(model, training, source, target, target_labeled)
 
     # ------------------------------------------------------------------ the stages
@@ -121,6 +124,9 @@ class Run:
             self.candidates.entries, self.seconds = record["candidates"], self.seconds | record["seconds"]
             self.directory.truncate_history(record["history"])
             logger.info("resuming: stage %s, %d steps done", stage, done)
+        if not self.progress.quiet:
+            self.progress.outlook = self.forecast = make_forecast(self, stage, done)
+        self.inputs.keep_lower(self.directory, self.progress)
         if self.pretrain_steps:
             if stage == pretraining.STAGE:
                 self.pretrain(done, tensors)
@@ -140,7 +146,7 @@ class Run:
 
     def prepare(self) -> None:
         """Encode the texts, and find the number of steps and when candidates are evaluated."""
-        self.inputs.encode(self.directory, self.progress)
+        self.inputs.encode(self.progress)
         steps = self.settings.steps
         self.steps = round(self.settings.epochs * self.inputs.target_stream.per_epoch) if steps is None else steps
         if self.method_cls is SourceOnly:
@@ -229,6 +235,7 @@ class Run:
             **self.description(),
             "finished": now(),
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
+            "forecast": None if self.forecast is None else self.forecast.record(),
             "steps": {pretraining.STAGE: self.pretrain_steps, "source": self.source_steps, "adapt": self.last_step},
             "selection": {
                 "criterion": self.settings.criterion,
@@ -352,30 +359,37 @@ class Run:
 
         Afterwards the model has other weights.
         """
-        if self.left_out or self.request["source_model"] or not self.source_steps:
-            return
-        inputs = self.inputs
-        parts = find_parts(
-            inputs.domains, inputs.domain_numbers, inputs.labels, inputs.train_rows, inputs.held_out_rows,
-            inputs.target_labeled_rows, most=self.settings.left_out_models, texts=self.settings.evaluation_texts,
-            seed=self.settings.seed,
-        )  # fmt: skip
         state = checkpoints.random_state(self.generator)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(self.left_out_parts()):
             if not self.directory.has_left_out_part(number):
                 self.directory.write_left_out_part(number, self.left_out_model(part))
             self.left_out.append(self.directory.read_left_out_part(number, part.kind, part.name))
         checkpoints.restore_random_state(state, self.generator)
 
+    def left_out_parts(self) -> list[Part]:
+        """Return what is left out of the additional source models; nothing if there are none to be trained."""
+        if self.left_out or self.request["source_model"] or not self.source_steps:
+            return []
+        inputs = self.inputs
+        return find_parts(
+            inputs.domains, inputs.domain_numbers, inputs.labels, inputs.train_rows, inputs.held_out_rows,
+            inputs.target_labeled_rows, most=self.settings.left_out_models, texts=self.settings.evaluation_texts,
+            seed=self.settings.seed,
+        )  # fmt: skip
+
+    def left_out_stream(self, part: Part) -> Stream:
+        """Return the labeled batches without `part`."""
+        inputs, settings = self.inputs, self.settings
+        return Stream(
+            self.model, inputs.source_stream.tokens, part.train_rows, inputs.labels, settings.batch_size, 2 * settings.seed,
+            extra=part.among(inputs.target_labeled_rows), extra_share=settings.target_labeled_share or 0.0,
+        )  # fmt: skip
+
     def left_out_model(self, part: Part) -> LeftOut:
         """Train a source model from the initial weights without `part`, and return its logits."""
         load(self.model, self.initial)
         inputs, settings = self.inputs, self.settings
-        tokens = inputs.source_stream.tokens
-        stream = Stream(
-            self.model, tokens, part.train_rows, inputs.labels, settings.batch_size, 2 * settings.seed,
-            extra=part.among(inputs.target_labeled_rows), extra_share=settings.target_labeled_share or 0.0,
-        )  # fmt: skip
+        tokens, stream = inputs.source_stream.tokens, self.left_out_stream(part)
         steps = round(settings.source_epochs * stream.per_epoch)
         torch.manual_seed(settings.seed * 10 + 4)
         method = SourceOnly(self.model, SourceOnlySettings(), self.context(steps))
