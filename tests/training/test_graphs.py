@@ -18,7 +18,7 @@ from mtem.methods.base import Batch, Context
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.text import TextModel
 from mtem.progress import Progress
-from mtem.training import graphs
+from mtem.training import graphs, pretraining
 from mtem.training.graphs import StepGraphs, find_capture, length_multiple
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
@@ -110,6 +110,33 @@ def test_a_replayed_step_is_the_step(encoder, name, changes, labeled):
     assert_same_run(run(replayed), expected, 1e-5)
     assert replayed.graphs.active and 0 < replayed.graphs.count < STEPS - 1
     assert len({line["learning_rate"] for line in run(replayed)[1]}) > 1  # the rate of a replay is not that of its capture
+
+
+def pretrainer(encoder, device="cpu", capture=None, **changes):
+    torch.manual_seed(0)
+    model = TextModel.create(encoder, ("bad", "good"), max_length=16).to(device)
+    texts = [text + " more" * (number % 3) for number, (text, _) in enumerate(make_texts(40, 1))]
+    settings = TrainingSettings(log_every=1, pretrain_batch_size=10, **changes)
+    context = Context(STEPS, 0, 2, torch.Generator().manual_seed(5), lambda: 0.0)
+    return Trainer(
+        pretraining.new_method(model, settings, context), settings, name="pretrain", steps=STEPS, learning_rate=1e-2,
+        source=pretraining.all_texts(model, [model.encode_texts(texts)], settings), target=None, progress=Progress(quiet=True),
+        capture=capture,
+    )  # fmt: skip
+
+
+def test_so_is_one_of_the_pretraining(encoder):
+    expected, replayed = pretrainer(encoder, optimizer="sgd"), pretrainer(encoder, capture=tape.capture, optimizer="sgd")
+    assert_same_run(run(replayed), run(expected), 1e-5)
+    assert replayed.graphs.count
+
+
+@GPU
+def test_on_a_gpu_too(encoder):
+    expected = pretrainer(encoder, "cuda", optimizer="sgd", cuda_graphs=False)
+    replayed = pretrainer(encoder, "cuda", optimizer="sgd")
+    assert_same_run(run(replayed), run(expected), 1e-4)
+    assert replayed.graphs.count
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

@@ -93,9 +93,11 @@ def test_the_embeddings_have_the_gradient_of_both_uses(model):
     inputs, places, words = model.hide_words(batch.inputs, method.context.generator)
     name = "network.bert.embeddings.word_embeddings.weight"
     read, restored = (model.word_embeddings.weight.detach().clone().requires_grad_() for _ in range(2))
-    states = torch.func.functional_call(
-        model.network.base_model, {"embeddings.word_embeddings.weight": read}, (inputs["input_ids"], inputs["attention_mask"])
-    ).last_hidden_state
+    given = inputs["input_ids"], inputs["attention_mask"]
+    with model.all_positions():
+        states = torch.func.functional_call(
+            model.network.base_model, {"embeddings.word_embeddings.weight": read}, given
+        ).last_hidden_state
     scores = method.head(states, restored)  # at all positions
     everywhere = torch.full((states.shape[0] * states.shape[1],), NO_WORD).scatter(0, places, words)
     wanted = F.cross_entropy(scores.flatten(0, 1), everywhere, ignore_index=NO_WORD)
@@ -168,7 +170,7 @@ def test_every_draw_that_reaches_the_device_can_be_made_again(model, monkeypatch
         drawn.append(first.shape)
         return first.to(device)
 
-    monkeypatch.setattr("mtem.models.masked_words.from_host", twice)
+    monkeypatch.setattr("mtem.models.masked_words.draws", twice)
     method = masked_words(model)
     generator = method.context.generator
     gradients(model, method, batch_of(model, ["good1 word2 word3", "bad1"]))
