@@ -68,7 +68,10 @@ def tensors(tree):
 def on_the_host(values, make, device, add=HostValues.add):
     """What the CPU computes is not part of a graph."""
     with _disable_current_modes():
-        return add(values, make, device)
+        buffer = add(values, make, device)
+        if values.capturing:  # what a GPU does not compute during a capture is computed here
+            buffer.copy_(values._values[-1])
+        return buffer
 
 
 def capture(run):
