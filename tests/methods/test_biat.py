@@ -9,14 +9,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import mtem
+from mtem.data.loading import load_corpus
 from mtem.methods.base import Batch, Context, functional
 from mtem.methods.biat import Biat, BiatSettings
 from mtem.models.text import TextModel
+from mtem.models.trees.bigcn import Graph
+from mtem.models.trees.model import BigcnModel, BigcnSettings
 from mtem.run.pipeline import Run
 from mtem.tsallis import gibbs_entropy
 from tests.bench import SOURCE, TARGET_LABELED, Bench, stopped_after
 from tests.conftest import make_texts, write_jsonl
 from tests.reference import biat as reference
+from tests.threads import make_threads
 from tests.tolerance import assert_near, assert_weights_near
 
 TERMS = {"source_loss", "adversarial_loss", "adaptive_loss", "target_head_loss", "virtual_loss", "entropy"}
@@ -345,6 +349,101 @@ def test_trajectory_is_the_literal_reading(encoder, target_labeled):
         assert_weights_near({name: value for name, value in ours.weights().items() if not name.startswith("target_head")}, theta)
         if target_labeled:
             assert_weights_near({"weight": head.weight, "bias": head.bias}, {"weight": own[0], "bias": own[1]})
+
+
+# ---------------------------------------------------------------------- over threads
+
+
+class Threads:
+    """Threads with their model and method: 12 of the source, then 6 labeled ones of the target; the same serve as unlabeled."""
+
+    def __init__(self, **changes):
+        torch.manual_seed(0)
+        corpus = load_corpus(make_threads(18, 4, largest=7), labeled=True)
+        settings = BigcnSettings(hidden=4, graph_dropout=0.0, drop_edge=0.0)
+        self.model = BigcnModel.create("bigcn", corpus.classes, corpora=[corpus], settings=settings)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+        self.encoded = self.model.encode_threads(corpus.threads())
+        self.labels = torch.from_numpy(corpus.label_numbers(corpus.classes))
+        self.context = Context(9, 18, 2, torch.Generator().manual_seed(1), lambda: 0.05, source_size=18)
+        self.context.target_labeled_rows = torch.arange(12, 18)
+        self.context.target_labeled = lambda step: self.batch([12, 13 + step % 5])
+        self.method = Biat(self.model, BiatSettings(**changes), self.context)
+
+    def batch(self, rows, labeled=True) -> Batch:
+        rows = np.asarray(rows)
+        return Batch(self.model.collate(self.encoded, rows), self.labels[rows] if labeled else None, torch.from_numpy(rows))
+
+    def texts(self, batch: Batch, drawn=None) -> list[reference.Text]:
+        """One text for each thread; `drawn`: of all posts of the batch."""
+        found, first = [], 0
+        for row in batch.rows.tolist():
+            inputs = self.model.collate(self.encoded, np.array([row]))
+            values = self.model.input_embeddings(inputs)
+            noise = None if drawn is None else drawn[first : first + len(values)]
+            first += len(values)
+            label = None if batch.labels is None else int(self.labels[row])
+            found.append(reference.Text(inputs, values, label, row < 12, noise))
+        return found
+
+
+def test_trajectory_over_threads_is_the_literal_reading(monkeypatch):
+    """Whose noise is a dense matrix. Without dropout, and with a random start that has nothing the network does not see."""
+    lambdas = {"adversarial_weight": 0.7, "adaptive_weight": 1.3, "virtual_weight": 0.9, "entropy_weight": 0.6}
+    ours = Threads(radius=0.3, xi=0.2, target_head_learning_rate_ratio=3.0, **lambdas)
+    model, head, drawn = ours.model, ours.method.target_head, []
+    random_noise = BigcnModel.random_noise
+
+    def seen(self, inputs, generator):
+        noise = random_noise(self, inputs, generator)
+        noise = noise._replace(unseen=torch.zeros_like(noise.unseen))
+        drawn.append(noise.dense(Graph(inputs["parents"], inputs["threads"], inputs["roots"])))
+        return noise
+
+    monkeypatch.setattr(BigcnModel, "random_noise", seen)
+    constants = reference.Constants(tuple(lambdas.values()), 0.3, 0.2, 0.05, 3.0)
+    theta = {name: value.detach().clone() for name, value in model.trainable().items()}
+    own = head.weight.detach().clone(), head.bias.detach().clone()
+
+    def features_of(params, inputs, noise):
+        kept = []
+        handle = model.head.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+        functional(model, params, {**inputs, "noise": noise})
+        handle.remove()
+        return kept[0][0]
+
+    def update(loss):
+        parameters = [*model.trainable().values(), *head.parameters()]
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                parameter -= 0.05 * (3.0 if number >= len(theta) else 1.0) * gradient
+
+    names = ("network.head.weight", "network.head.bias")
+    for number in range(3):
+        source = ours.batch([number, number + 3, number + 7, number + 12, number + 14])
+        target = ours.batch([number + 2, number + 9, number + 15], labeled=False)
+        ours.method.step(number, source, target, update)
+        labeled = ours.context.target_labeled(number)
+        groups = ours.texts(source), ours.texts(labeled), ours.texts(target, drawn[-1])
+        theta, own = reference.step(features_of, theta, names, own, *groups, constants)
+        assert_weights_near({name: value.detach() for name, value in model.trainable().items()}, theta)
+        assert_weights_near({"weight": head.weight, "bias": head.bias}, {"weight": own[0], "bias": own[1]})
+    assert len(drawn) == 3
+
+
+def test_labeled_target_threads_are_not_moved_towards_the_target():
+    ours = Threads(radius=0.3)
+    source = ours.batch([0, 13, 5])
+    is_source = ~ours.context.is_target_labeled(source.rows)
+    noise = ours.method.adaptive(source.inputs, source.labels, is_source)
+    everywhere = ours.method.adaptive(source.inputs, source.labels)
+    graph = Graph(source.inputs["parents"], source.inputs["threads"], source.inputs["roots"])
+    assert ((noise.norms(graph) > 0) == is_source).all() and (everywhere.norms(graph) > 0).all()
+    kept = is_source[graph.trees]
+    torch.testing.assert_close(noise.dense(graph)[kept], everywhere.dense(graph)[kept])
 
 
 # ---------------------------------------------------------------------- whole runs

@@ -36,9 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtem.capture import draws
 from mtem.methods.base import Batch, Context, Method, StepLog, Update, reverse_gradient, without_dropout
-from mtem.models.base import Inputs, Model
+from mtem.models.base import Inputs, Model, Noise
 from mtem.settings import setting
 from mtem.tsallis import gibbs_entropy
 
@@ -116,7 +115,7 @@ class Biat(Method):
 
     def adaptive_loss(self, inputs: Inputs, labels: Tensor, is_source: Tensor) -> Tensor:
         """Return the cross-entropy of the source texts of the batch, perturbed towards the target; 0 if there are none."""
-        logits, weights = self.perturbed_logits(inputs, self.adaptive(inputs, labels)), self.context.class_weights
+        logits, weights = self.perturbed_logits(inputs, self.adaptive(inputs, labels, is_source)), self.context.class_weights
         losses = F.cross_entropy(logits, labels, weight=weights, reduction="none")
         mass = is_source if weights is None else is_source * weights[labels]
         return (is_source * losses).sum() / mass.sum().clamp_min(torch.finfo(losses.dtype).tiny)
@@ -140,34 +139,33 @@ class Biat(Method):
 
     # ------------------------------------------------------------------ the perturbations
 
-    def adversarial(self, inputs: Inputs, labels: Tensor) -> Tensor:
+    def adversarial(self, inputs: Inputs, labels: Tensor) -> Noise:
         """Return r_AT."""
         gradient = self.noise_gradient(inputs, lambda logits, _: F.cross_entropy(logits, labels, reduction="sum"))
         return self.rescaled(inputs, gradient, self.settings.radius)
 
-    def adaptive(self, inputs: Inputs, labels: Tensor) -> Tensor:
-        """Return r_AAT."""
+    def adaptive(self, inputs: Inputs, labels: Tensor, is_source: Tensor | None = None) -> Noise:
+        """Return r_AAT; zero for texts that are not of the source."""
 
         def loss(_: Tensor, features: Tensor) -> Tensor:
-            return F.cross_entropy(self._target_logits(features), labels, reduction="sum")
+            losses = F.cross_entropy(self._target_logits(features), labels, reduction="none")
+            return losses.sum() if is_source is None else (is_source * losses).sum()
 
-        return self.rescaled(inputs, -self.noise_gradient(inputs, loss), self.settings.radius)
+        return self.rescaled(inputs, self.noise_gradient(inputs, loss), -self.settings.radius)
 
-    def virtual(self, inputs: Inputs, log_probs: Tensor) -> Tensor:
+    def virtual(self, inputs: Inputs, log_probs: Tensor) -> Noise:
         """Return r_EVAT, from the log-probabilities of the clean texts."""
 
         def objective(logits: Tensor, _: Tensor) -> Tensor:
             divergences = (log_probs.exp() * (log_probs - torch.log_softmax(logits, dim=1))).sum(dim=1)
             return (divergences + gibbs_entropy(torch.log_softmax(logits, dim=1))).sum()
 
-        shape = self.model.input_embeddings(inputs).shape
-        noise = draws(lambda: torch.randn(shape, generator=self.context.generator), self.model.device)
-        start = self.rescaled(inputs, noise, self.settings.xi)
+        start = self.rescaled(inputs, self.model.random_noise(inputs, self.context.generator), self.settings.xi)
         return self.rescaled(inputs, self.noise_gradient(inputs, objective, start), self.settings.radius)
 
-    def perturbed_logits(self, inputs: Inputs, noise: Tensor) -> Tensor:
+    def perturbed_logits(self, inputs: Inputs, noise: Noise) -> Tensor:
         """Return the logits of texts with noise added to their embeddings."""
-        return self.model({**inputs, "noise": noise})
+        return self.model(self.model.with_noise(inputs, noise))
 
     @torch.no_grad()
     def clean_log_probs(self, inputs: Inputs) -> Tensor:
@@ -175,31 +173,14 @@ class Biat(Method):
         with without_dropout(self.model):
             return torch.log_softmax(self.model(inputs), dim=1)
 
-    def noise_gradient(
-        self, inputs: Inputs, objective: Callable[[Tensor, Tensor], Tensor], start: Tensor | None = None
-    ) -> Tensor:
-        """Compute the gradient of an objective in the noise that is added to the embeddings.
-
-        Parameters
-        ----------
-        inputs : mapping of str to Tensor
-            The texts.
-        objective : callable
-            ``objective(logits, features)``, a sum over the texts.
-        start : Tensor, optional
-            The noise at which the gradient is computed, by default 0.
-        """
-        noise = torch.zeros_like(self.model.input_embeddings(inputs)) if start is None else start.detach()
-        noise.requires_grad_()
+    def noise_gradient(self, inputs: Inputs, objective: Callable[[Tensor, Tensor], Tensor], start: Noise | None = None) -> Noise:
+        """Compute the gradient of an objective in the noise, without dropout; see `Model.noise_gradient`."""
         with without_dropout(self.model):
-            value = objective(*self.model.logits_and_features({**inputs, "noise": noise}))
-        return torch.autograd.grad(value, noise)[0]
+            return self.model.noise_gradient(inputs, objective, start)
 
-    def rescaled(self, inputs: Inputs, direction: Tensor, radius: float) -> Tensor:
-        """Return the direction with the norm ``radius`` times the norm of each text's embeddings."""
-        values = self.model.input_embeddings(inputs)
-        direction = direction * (values != 0).any(dim=-1, keepdim=True)  # padding stays zero
-        return radius * self.model.embedding_norms(values, inputs) * self.model.unit_directions(direction, inputs)
+    def rescaled(self, inputs: Inputs, direction: Noise, radius: float) -> Noise:
+        """Return the direction with the norm ``radius`` times the norm of each text's embeddings; padding stays zero."""
+        return self.model.rescaled_noise(inputs, direction, radius)
 
     def _target_logits(self, features: Tensor) -> Tensor:
         assert self.target_head is not None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mtem.capture import draws
 from mtem.data.corpus import Corpus
 from mtem.data.threads import Thread
 from mtem.errors import RequestError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 # A batch as `collate` makes it. The names are the model's own, except "noise": added to the `input_embeddings` if present.
 Inputs: TypeAlias = Mapping[str, Tensor]
+# What `noise_gradient` and `random_noise` of a model return and its `with_noise` takes: a tensor, or a shorter form of its own.
+Noise: TypeAlias = Any
 
 
 class EncodedCorpus(Protocol):
@@ -249,6 +252,41 @@ class Model(nn.Module, abc.ABC):
         """Return the values divided by the norm of their example. Examples of zeros stay zero."""
         norms = self.embedding_norms(values, inputs)
         return values * torch.where(norms > 0, 1 / norms, 0.0)
+
+    def with_noise(self, inputs: Inputs, noise: Noise) -> Inputs:
+        """Return the batch with noise that is added to its `input_embeddings`."""
+        return {**inputs, "noise": noise}
+
+    def noise_gradient(self, inputs: Inputs, objective: Callable[[Tensor, Tensor], Tensor], start: Noise | None = None) -> Noise:
+        """Compute the gradient of an objective in the noise that is added to the embeddings.
+
+        Parameters
+        ----------
+        inputs
+            A batch.
+        objective
+            ``objective(logits, features)``, a sum over the examples.
+        start
+            The noise at which the gradient is computed, by default 0.
+        """
+        noise = torch.zeros_like(self.input_embeddings(inputs)) if start is None else start.detach()
+        noise.requires_grad_()
+        value = objective(*self.logits_and_features(self.with_noise(inputs, noise)))
+        return torch.autograd.grad(value, noise)[0]
+
+    def random_noise(self, inputs: Inputs, generator: torch.Generator) -> Noise:
+        """Return noise of independent standard normal values, drawn from a CPU generator."""
+        shape = self.input_embeddings(inputs).shape
+        return draws(lambda: torch.randn(shape, generator=generator), self.device)
+
+    def rescaled_noise(self, inputs: Inputs, noise: Noise, radius: float) -> Noise:
+        """Return the noise with the norm ``radius`` times that of each example's embeddings, and zeros where these are zero.
+
+        Zeros means tokens or posts with no other value than 0: padding, or a post without known words.
+        """
+        values = self.input_embeddings(inputs)
+        noise = noise * (values != 0).any(dim=-1, keepdim=True)
+        return radius * self.embedding_norms(values, inputs) * self.unit_directions(noise, inputs)
 
     def split(self, inputs: Inputs, pieces: int) -> list[tuple[Inputs, slice]]:
         """Return the batch in up to `pieces` parts, each with the slice of its examples. By default it stays whole."""

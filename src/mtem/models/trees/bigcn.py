@@ -98,8 +98,7 @@ class Sparse(NamedTuple):
     def roots_times(self, weight: Tensor, dropout: float) -> Tensor:
         """Return Dropout(ReLU(X_root)) W, one row for each node; every node draws its own dropout."""
         _, trees, roots = self.graph
-        own = (roots[trees[self.nodes]] == self.nodes).nonzero().squeeze(1)
-        words, weights, owners = self.words[own], self.weights[own], trees[self.nodes[own]]
+        words, weights, owners = self.root_entries()
         if not dropout:
             return _product(words, weights, owners, weight, len(roots)).index_select(0, send(trees, weight.device))
         # Every node gets a copy of its root's entries and drops its own share of them.
@@ -111,10 +110,24 @@ class Sparse(NamedTuple):
         entries, nodes = entries[kept], nodes[kept]
         return _product(words[entries], weights[entries] / (1 - dropout), nodes, weight, len(trees))
 
+    def root_entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return column, value and tree of the entries of the roots."""
+        _, trees, roots = self.graph
+        own = (roots[trees[self.nodes]] == self.nodes).nonzero().squeeze(1)
+        return self.words[own], self.weights[own], trees[self.nodes[own]]
+
     def dense(self, width: int, device: torch.device) -> Tensor:
         """Return X as a matrix, [nodes, width]."""
-        positions, weights = send(self.nodes * width + self.words, device), send(self.weights, device)
-        return weights.new_zeros(len(self.graph.parents) * width).index_add(0, positions, weights).view(-1, width)
+        return _matrix(self.words, self.weights, self.nodes, (len(self.graph.parents), width), device)
+
+    def dense_roots(self, width: int, device: torch.device) -> Tensor:
+        """Return the rows of the roots as a matrix, [trees, width]."""
+        return _matrix(*self.root_entries(), (len(self.graph.roots), width), device)
+
+
+def _matrix(words: Tensor, weights: Tensor, rows: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
+    positions, weights = send(rows * shape[1] + words, device), send(weights, device)
+    return weights.new_zeros(shape[0] * shape[1]).index_add(0, positions, weights).view(shape)
 
 
 def _product(words: Tensor, weights: Tensor, rows: Tensor, weight: Tensor, count: int) -> Tensor:

@@ -20,12 +20,14 @@ from mtem.data.threads import Thread
 from mtem.errors import RequestError
 from mtem.models import encoders, integrity
 from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
+from mtem.models.base import Noise as NoiseOfModel
 from mtem.models.heads import CosineHead
 from mtem.models.trees import views
-from mtem.models.trees.bigcn import BiGCN, Dense, Graph, Sparse
+from mtem.models.trees.bigcn import BiGCN, Dense, Features, Graph, Sparse
 from mtem.models.trees.embeddings import Embeddings
 from mtem.models.trees.encoded import EncodedThreads, stored
 from mtem.models.trees.features import TEXT_VERSION, PostFeatures, Tfidf, Vectors
+from mtem.models.trees.noise import Noise, Noisy, Watched, random, zeros
 from mtem.models.trees.store import Store
 from mtem.settings import setting
 from mtem.tensors import read_tensors, write_tensors
@@ -267,14 +269,14 @@ class BigcnModel(Model):
     def forward(self, inputs: Inputs) -> Tensor:
         """Return float32 logits, [threads, K]."""
         graph = _graph(inputs)
-        features: Dense | Sparse
+        features: Features
         with self.autocast():
             if "noise" in inputs:
                 features = Dense(self._values(inputs) + inputs["noise"], graph)
-            elif "values" in inputs:
-                features = Dense(self._values(inputs), graph)
             else:
-                features = _sparse(inputs, graph)
+                features = Dense(self._values(inputs), graph) if "values" in inputs else _sparse(inputs, graph)
+            if (noise := Noise.of(inputs)) is not None:
+                features = Noisy(features, self._root_values(inputs), noise, graph.on(self.device))
             logits: Tensor = self.network(features, graph)
             return logits.float()
 
@@ -282,6 +284,11 @@ class BigcnModel(Model):
         if "values" in inputs:
             return send(inputs["values"], self.device)
         return _sparse(inputs, _graph(inputs)).dense(self.features.width, self.device)
+
+    def _root_values(self, inputs: Inputs) -> Tensor:
+        if "values" in inputs:
+            return send(inputs["values"][inputs["roots"]], self.device)
+        return _sparse(inputs, _graph(inputs)).dense_roots(self.features.width, self.device)
 
     def input_embeddings(self, inputs: Inputs) -> Tensor:
         """Return the features of the posts as a dense matrix, [posts, width]."""
@@ -292,6 +299,59 @@ class BigcnModel(Model):
         squares, threads = values.square().sum(dim=1), send(inputs["threads"], values.device)
         sums = squares.new_zeros(len(inputs["roots"])).index_add(0, threads, squares)
         return sums.sqrt().index_select(0, threads).unsqueeze(1)
+
+    # ------------------------------------------------------------------ noise by its factors, as `noise` explains
+
+    @property
+    def _factored(self) -> bool:
+        return 2 * self.network.up.hidden < self.features.width
+
+    def with_noise(self, inputs: Inputs, noise: NoiseOfModel) -> Inputs:
+        """Return the batch with noise that is added to the features of its posts."""
+        return {**inputs, **noise.entries()} if isinstance(noise, Noise) else super().with_noise(inputs, noise)
+
+    def noise_gradient(
+        self, inputs: Inputs, objective: Callable[[Tensor, Tensor], Tensor], start: NoiseOfModel | None = None
+    ) -> NoiseOfModel:
+        """Compute the gradient of an objective in the noise; see `Model.noise_gradient`."""
+        if not self._factored:
+            return super().noise_gradient(inputs, objective, start)
+        nodes, trees, width = len(inputs["parents"]), len(inputs["roots"]), self.features.width
+        noise: Noise = zeros(nodes, trees, width, self.device) if start is None else start
+        noise = noise._replace(roots=noise.roots.detach().requires_grad_())
+        seen: list[Watched] = []
+
+        def watch(_: Any, given: tuple[Features, Graph]) -> tuple[Features, Graph]:
+            seen.append(Watched(given[0]))
+            return seen[-1], given[1]
+
+        handle = self.network.register_forward_pre_hook(watch)
+        try:
+            value = objective(*self.logits_and_features(self.with_noise(inputs, noise)))
+        finally:
+            handle.remove()
+        roots, *products = torch.autograd.grad(value, [noise.roots, *seen[-1].products])
+        codes = torch.cat(products, dim=1) * send(_graph(inputs).replies, self.device).unsqueeze(1)
+        basis = torch.cat(seen[-1].weights, dim=1)
+        return Noise(codes, basis, roots, basis.T @ basis, torch.zeros_like(noise.unseen))
+
+    def random_noise(self, inputs: Inputs, generator: torch.Generator) -> NoiseOfModel:
+        """Return noise of independent standard normal values, drawn from a CPU generator."""
+        if not self._factored:
+            return super().random_noise(inputs, generator)
+        weights = torch.cat([self.network.up.weight1, self.network.down.weight1], dim=1).detach()
+        _, replies, roots = _present(inputs)
+        return random(weights, replies, roots, _graph(inputs), generator)
+
+    def rescaled_noise(self, inputs: Inputs, noise: NoiseOfModel, radius: float) -> NoiseOfModel:
+        """Return the noise with the norm `radius` times that of each thread, and zeros at posts without features."""
+        if not isinstance(noise, Noise):
+            return super().rescaled_noise(inputs, noise, radius)
+        graph = _graph(inputs).on(self.device)
+        lengths, replies, roots = (send(value, self.device) for value in _present(inputs))
+        noise = noise._replace(codes=noise.codes * replies.unsqueeze(1), roots=noise.roots * roots.unsqueeze(1))
+        norms = noise.norms(graph)
+        return noise.scaled(torch.where(norms > 0, radius * lengths / norms, 0.0), graph)
 
     def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
         """Return the same threads with a random share of their words or replies changed.
@@ -345,6 +405,19 @@ def _graph(inputs: Inputs) -> Graph:
 
 def _sparse(inputs: Inputs, graph: Graph) -> Sparse:
     return Sparse(inputs["words"], inputs["weights"], inputs["posts"], graph)
+
+
+def _present(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norm of each thread, and which posts are replies and which threads have a root with features, as 0 and 1."""
+    graph = _graph(inputs)
+    if "values" in inputs:
+        squares = inputs["values"].square().sum(dim=1)
+    else:
+        weights = inputs["weights"]
+        squares = weights.new_zeros(len(graph.parents)).index_add(0, inputs["posts"], weights.square())
+    norms = squares.new_zeros(len(graph.roots)).index_add(0, graph.trees, squares).sqrt()
+    found = squares > 0
+    return norms, (found & graph.replies).float(), found[graph.roots].float()
 
 
 def _portions(corpus: Corpus) -> Iterator[list[Thread]]:
