@@ -1,8 +1,8 @@
 """Calls of single layers in a recorded pass: the layer's input, the gradient of its output, and what follows from the two.
 
 :class:`LayerWatcher` is a forward hook that makes a :class:`LayerCall` for every call of a layer. In the backward pass a call
-either stores what later products and weighted sums need (:meth:`LayerCall.store`), or adds its gradient to a running sum and
-keeps nothing (:meth:`LayerCall.accumulate`).
+either stores what later products and weighted sums need (:meth:`LayerCall.store`), or keeps nothing: it adds its gradient to a
+running sum (:meth:`LayerCall.accumulate`) or returns the products with a direction (:meth:`LayerCall.product`).
 """
 
 from __future__ import annotations
@@ -59,6 +59,20 @@ class LayerCall(abc.ABC):
     def accumulate(self, output_grad: Tensor, gradients: Params) -> None:
         """Add the gradient of the sum of the losses to `gradients` and store nothing; a hook of the backward pass."""
 
+    def product(self, output_grad: Tensor, direction: Params) -> Tensor:
+        """Return the derivative of each example's loss along a direction ``[N]``, and store nothing; for the backward pass."""
+        self.store(output_grad)
+        products = [values @ direction[name].float() for name, values in self.vector_gradients() if name in direction]
+        products += self._matrix_products(direction)
+        self._release()
+        return torch.stack(products).sum(dim=0) if products else torch.zeros((), device=output_grad.device)
+
+    def _matrix_products(self, direction: Params) -> list[Tensor]:
+        return []
+
+    def _release(self) -> None:
+        self.layer_input = self.bias_sums = None
+
     def vector_gradients(self) -> list[tuple[str, Tensor]]:
         """Return name and per-example gradients ``[N, D]`` of the parameters that are vectors."""
         return [] if self.bias is None else [(self.bias, _not_none(self.bias_sums))]
@@ -68,6 +82,13 @@ class MatrixCall(LayerCall):
     """A call of a layer whose weight is a matrix: its per-example gradients are never written out."""
 
     output_grad: Tensor | None = None
+
+    def _matrix_products(self, direction: Params) -> list[Tensor]:
+        return [self.weight_product(direction[self.weight])] if self.weight in direction else []
+
+    def _release(self) -> None:
+        super()._release()
+        self.output_grad = None
 
     @abc.abstractmethod
     def weight_product(self, direction: Tensor) -> Tensor:
@@ -185,6 +206,10 @@ class NormCall(LayerCall):
         """Return name and per-example gradients ``[N, D]`` of bias and weight."""
         return super().vector_gradients() + ([] if self.weight is None else [(self.weight, _not_none(self.weight_sums))])
 
+    def _release(self) -> None:
+        super()._release()
+        self.weight_sums = None
+
     def _normalized(self) -> Tensor:
         """Return the normalised input."""
         ready = None if self.take_normalized is None else self.take_normalized()
@@ -248,6 +273,8 @@ class LayerWatcher:
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         """Watch one call; returns its output, which has a gradient."""
+        if not torch.is_grad_enabled():  # a call that the backward pass repeats, see `mtem.recompute`
+            return output
         layer_input: Tensor = args[0] if args else next(iter(kwargs.values()))
         names = self.layers[layer]
         call: LayerCall
@@ -303,8 +330,11 @@ class LayerWatcher:
 
 
 def add(gradients: Params, name: str, value: Tensor) -> None:
-    """Add a gradient to the one of that name in `gradients`, if there is one."""
-    gradients[name] = gradients[name] + value if name in gradients else value
+    """Add a gradient to the one of that name in `gradients`, if there is one; sums are at least float32."""
+    if name in gradients:
+        sum_so_far = gradients[name]
+        value = (sum_so_far.float() if sum_so_far.itemsize < 4 else sum_so_far) + value
+    gradients[name] = value
 
 
 def cast_all(values: Params, dtype: torch.dtype) -> Params:

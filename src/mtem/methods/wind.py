@@ -130,6 +130,7 @@ class Wind(Method):
                 step=settings.taylor_step,
                 virtual_step=rate > 0,  # a step of length 0 ends at theta
                 inner_loss=self.inner_loss,
+                split=self.model.parts,
             )
         return -meta.gradient / (rate or 1.0), meta.source_loss
 

@@ -16,6 +16,7 @@ def scorers(model: Model, count: int) -> list[Model]:
     The copies have modules of their own, so two CPU threads can use two of them at once, whatever hooks a forward pass sets.
     """
     first = _twin(model).eval()
+    first.microbatches = 1  # of training
     _first_position_only(first)
     return [first, *(_twin(first) for _ in range(count - 1))]
 

@@ -91,8 +91,8 @@ class Trainer:
                     log = self.method.step(step, self.source(step), cast(Batch, target), self.update)
                 except torch.OutOfMemoryError as error:
                     raise RunError(
-                        f"{self.name}, step {step + 1}: out of GPU memory; set a smaller batch_size or max_length, "
-                        "or frozen_layers"
+                        f"{self.name}, step {step + 1}: out of GPU memory; set microbatches=5 or activation_checkpointing=true "
+                        "(the same results in more time), a smaller batch_size or max_length, or frozen_layers"
                     ) from error
                 last = step + 1 == self.last_step
                 if step % self.settings.log_every == 0 or last:
