@@ -87,7 +87,7 @@ def recomputed_layer(layer: nn.Module, device: torch.device, *arguments: Any, **
     tensors = [leaves[place] for place in places]
     for place in places:
         leaves[place] = None  # kept by autograd, until the backward pass
-    outputs: list[Any] = []
+    others: list[Any] = []  # what is returned beside tensors, and the structure
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         filled = list(leaves)
@@ -95,12 +95,13 @@ def recomputed_layer(layer: nn.Module, device: torch.device, *arguments: Any, **
             filled[place] = value
         all_arguments, all_named = pytree.tree_unflatten(filled, structure)
         flat, shape = pytree.tree_flatten(type(layer).forward(layer, *all_arguments, **all_named))
-        outputs[:] = [[None if isinstance(leaf, Tensor) else leaf for leaf in flat], shape]
+        others[:] = [{place: leaf for place, leaf in enumerate(flat) if not isinstance(leaf, Tensor)}, shape]
         return tuple(leaf for leaf in flat if isinstance(leaf, Tensor))
 
-    results = iter(recomputed(layer, run, tensors, device))
-    constants, shape = outputs
-    return pytree.tree_unflatten([next(results) if leaf is None else leaf for leaf in constants], shape)
+    results = list(recomputed(layer, run, tensors, device))
+    for place, leaf in others[0].items():
+        results.insert(place, leaf)
+    return pytree.tree_unflatten(results, others[1])
 
 
 class _Parameters:
@@ -141,11 +142,7 @@ class _Pass:
         self.module, self.function, self.device = module, function, device
         self.training = module.training
         self.random = RandomState(device) if module.training else None  # without dropout nothing is drawn
-        self.autocast = {
-            "dtype": torch.get_autocast_dtype(device.type),
-            "enabled": torch.is_autocast_enabled(device.type),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
+        self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         self.count = len(parameters.values)
         parameters.values = []  # kept by autograd, until the backward pass
         self.parameters = parameters
@@ -163,7 +160,9 @@ class _Pass:
                 stack.callback(self.module.train, now)
             if self.random is not None:
                 stack.enter_context(self.random.again())
-            stack.enter_context(torch.autocast(self.device.type, **self.autocast))  # type: ignore[arg-type]
+            # Where autocast regions are nested, the cache would keep all casts, and the graphs behind them, until the last ends.
+            enabled = self.dtype is not None
+            stack.enter_context(torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled, cache_enabled=False))
             return self.function(*tensors[:inputs])
 
 

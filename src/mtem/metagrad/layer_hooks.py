@@ -254,6 +254,9 @@ class LayerWatcher:
         The number of examples in the batch.
     save_memory : bool
         Whether some activations are recomputed for every use instead of being stored.
+    repeated : bool
+        Whether calls without gradients are ignored, since the backward pass repeats them (:mod:`mtem.recompute`), inside the
+        life of the hook.
     """
 
     def __init__(
@@ -262,18 +265,23 @@ class LayerWatcher:
         on_call: Callable[[LayerCall, Tensor], None],
         examples: int,
         save_memory: bool,
+        repeated: bool,
     ) -> None:
         self.layers, self.on_call, self.examples, self.save_memory = layers, on_call, examples, save_memory
+        self.repeated = repeated
         self.casts: dict[Any, Tensor] = {}  # an input that several layers share, in the dtype they compute in
         # by node of the autograd graph:
-        self.eps: dict[Any, float] = {}  # the constant of a normalisation
         self.normalized: dict[Any, Tensor] = {}  # the normalised input of a normalisation, until it is taken
+        # the same, in the forward pass alone:
+        self.eps: dict[Any, float] = {}  # the constant of a normalisation
         self.linear_calls: dict[Any, LinearCall] = {}  # the call whose output it is
         self.activations = 0
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         """Watch one call; returns its output, which has a gradient."""
-        if not torch.is_grad_enabled():  # a call that the backward pass repeats, see `mtem.recompute`
+        if not torch.is_grad_enabled():
+            if not self.repeated:
+                raise RuntimeError("a layer was called without gradients; `Recorder.replay` allows activation checkpointing")
             return output
         layer_input: Tensor = args[0] if args else next(iter(kwargs.values()))
         names = self.layers[layer]
@@ -298,6 +306,18 @@ class LayerWatcher:
         self.on_call(call, output)
         return output
 
+    def forget_nodes(self) -> None:
+        """Forget the nodes of a forward pass that is over: a node keeps the inputs of its graph and their gradients alive."""
+        self.eps.clear()
+        self.linear_calls.clear()
+
+    def close(self) -> None:
+        """Forget everything, also `on_call`: what refers to the hook or the graph, and they to it, would stay alive."""
+        self.forget_nodes()
+        self.normalized.clear()
+        self.casts.clear()
+        self.on_call = lambda call, output: None
+
     def _set_input(self, call: LinearCall, layer_input: Tensor, dtype: torch.dtype) -> None:
         """Keep the input only where it cannot be recomputed from what autograd saves anyway."""
         node: Any = layer_input.grad_fn
@@ -309,16 +329,17 @@ class LayerWatcher:
             if self.save_memory and previous is not None and self.activations % RECOMPUTE_EVERY == 0:
                 call.recompute_from_previous = functools.partial(_recompute_activation, previous, node._saved_approximate)
         elif name == "NativeLayerNormBackward0" and node in self.eps:
-            call.layer_input, call.recompute_from_saved = None, functools.partial(self._recompute_norm, node, dtype)
+            call.layer_input = None
+            call.recompute_from_saved = functools.partial(self._recompute_norm, node, self.eps[node], dtype)
         else:
             call.layer_input = _cast(_not_none(call.layer_input), dtype, self.casts)
 
-    def _recompute_norm(self, node: Any, dtype: torch.dtype) -> Tensor:
+    def _recompute_norm(self, node: Any, eps: float, dtype: torch.dtype) -> Tensor:
         """Return the output of a normalisation from its input; layers with the same input share it."""
         if node not in self.casts:
             self.casts.clear()
             with torch.no_grad():
-                normalized = F.layer_norm(node._saved_input.float(), node._saved_normalized_shape, eps=self.eps[node])
+                normalized = F.layer_norm(node._saved_input.float(), node._saved_normalized_shape, eps=eps)
                 self.normalized[node] = normalized
                 weight, bias = node._saved_weight, node._saved_bias
                 if weight is None:
@@ -331,10 +352,12 @@ class LayerWatcher:
 
 def add(gradients: Params, name: str, value: Tensor) -> None:
     """Add a gradient to the one of that name in `gradients`, if there is one; sums are at least float32."""
-    if name in gradients:
-        sum_so_far = gradients[name]
-        value = (sum_so_far.float() if sum_so_far.itemsize < 4 else sum_so_far) + value
-    gradients[name] = value
+    if name not in gradients:
+        gradients[name] = value
+    elif gradients[name].itemsize < 4:
+        gradients[name] = gradients[name].float().add_(value)
+    else:
+        gradients[name].add_(value)
 
 
 def cast_all(values: Params, dtype: torch.dtype) -> Params:

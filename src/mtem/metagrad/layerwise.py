@@ -366,7 +366,11 @@ class Recorder:
             calls.append(call)
             output.register_hook(call.store)  # type: ignore[no-untyped-call]
 
-        with torch.enable_grad(), self._replaced_parameters(self.constants()), self._hooks(on_call, examples, save_memory):
+        with (
+            torch.enable_grad(),
+            self._replaced_parameters(self.constants()),
+            self._hooks(on_call, examples, save_memory, repeated=False),
+        ):
             logits = forward()
         return Recording(logits, calls, self)
 
@@ -426,6 +430,7 @@ class Recorder:
 
         def on_call(call: LayerCall, output: Tensor) -> None:
             def add_product(output_grad: Tensor) -> None:
+                watcher.forget_nodes()
                 total.add_(call.product(output_grad, direction))
 
             output.register_hook(add_product)  # type: ignore[no-untyped-call]
@@ -433,7 +438,7 @@ class Recorder:
         with (
             torch.enable_grad(),
             self._replaced_parameters(self.constants()),
-            self._hooks(on_call, examples, save_memory=False),
+            self._hooks(on_call, examples) as watcher,
         ):
             value = loss()
             with torch.autocast(value.device.type, enabled=False):
@@ -462,14 +467,19 @@ class Recorder:
         gradients: Params = {}
 
         def on_call(call: LayerCall, output: Tensor) -> None:
-            output.register_hook(lambda output_grad: call.accumulate(output_grad, gradients))  # type: ignore[no-untyped-call]
+            def accumulate(output_grad: Tensor) -> None:
+                watcher.forget_nodes()
+                call.accumulate(output_grad, gradients)
+
+            output.register_hook(accumulate)  # type: ignore[no-untyped-call]
 
         total: Tensor | float = 0.0
-        with torch.enable_grad(), self._replaced_parameters(params), self._hooks(on_call, 1, save_memory=False):
+        with torch.enable_grad(), self._replaced_parameters(params), self._hooks(on_call, 1) as watcher:
             for loss in losses():
                 with torch.autocast(loss.device.type, enabled=False):
                     torch.autograd.backward(scale * loss)
                 total = total + loss.detach()
+                del loss  # the rest of its graph, before the next pass
         return gradients, torch.as_tensor(total)
 
     @contextlib.contextmanager
@@ -487,15 +497,18 @@ class Recorder:
                 layer._parameters.update(own)
 
     @contextlib.contextmanager
-    def _hooks(self, on_call: Callable[[LayerCall, Tensor], None], examples: int, save_memory: bool) -> Iterator[None]:
+    def _hooks(
+        self, on_call: Callable[[LayerCall, Tensor], None], examples: int, save_memory: bool = False, repeated: bool = True
+    ) -> Iterator[LayerWatcher]:
         """Call `on_call` for every call of a layer; meanwhile the skipped parameters are constants."""
-        watcher = LayerWatcher(self._layers, on_call, examples, save_memory)
+        watcher = LayerWatcher(self._layers, on_call, examples, save_memory, repeated)
         for parameter in self._skipped_parameters:
             parameter.requires_grad_(False)
         handles = [layer.register_forward_hook(watcher, with_kwargs=True) for layer in self._layers]
         try:
-            yield
+            yield watcher
         finally:
+            watcher.close()
             for handle in handles:
                 handle.remove()
             for parameter in self._skipped_parameters:
