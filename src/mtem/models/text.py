@@ -276,6 +276,8 @@ class TextModel(Model):
 
     def logits_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return logits and the features that enter the head, both differentiable."""
+        if self.microbatches == 1:
+            return super().logits_and_features(inputs)
         logits, features = self._in_parts(lambda part: self._with_features(self.one_pass, part), self.prepare(inputs))
         return logits, features
 
