@@ -108,13 +108,15 @@ _Results = Generator[list[np.ndarray], None, None]
 
 
 def _one_by_one(model: Model, compute: _Compute, batches: Sequence[np.ndarray]) -> _Results:
-    training = model.training
+    training, microbatches = model.training, model.microbatches
     model.eval()
+    model.microbatches = 1  # these batches are small
     try:
         for batch in batches:
             yield compute(model, batch)
     finally:
         model.train(training)
+        model.microbatches = microbatches
 
 
 def _in_parallel(model: Model, compute: _Compute, batches: Sequence[np.ndarray]) -> _Results:

@@ -66,6 +66,18 @@ class Case:
     repeats: int = 10
     frozen_layers: int = 0
     graphs: bool = True  # whether steps on a GPU are captured and replayed
+    microbatches: int = 1
+    activation_checkpointing: bool = False
+
+    @property
+    def step(self) -> str:
+        """The name of the row: the engine, and the settings that save memory."""
+        parts = [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
+        return ", ".join([self.engine, *parts, *(["activation_checkpointing"] if self.activation_checkpointing else [])])
+
+    def row(self) -> dict[str, Any]:
+        """Return the row before anything is measured."""
+        return {**dataclasses.asdict(self), "engine": self.step}
 
 
 class Probe(Mtem):
@@ -105,11 +117,11 @@ def measure(
     with progress.stage("measuring", len(cases)):
         for number, case in enumerate(cases):
             row = apart(case) if find_device(case.device).type == "cpu" else row_of(case)
-            if case.engine == "plain" and "memory" in row:
+            if case.step == "plain" and "memory" in row:
                 plain[case.batch, case.length] = row["memory"]
             rows.append({**row, **ratios(row, plain.get((case.batch, case.length))), **about})
             each(rows)
-            progress.advance(number + 1, cast("dict[str, float]", {"engine": case.engine, "batch": case.batch}))
+            progress.advance(number + 1, cast("dict[str, float]", {"engine": case.step, "batch": case.batch}))
     return rows
 
 
@@ -128,12 +140,12 @@ def apart(case: Case, measure_case: Callable[[Case], dict[str, Any]] | None = No
         try:
             return pool.submit(measure_case or row_of, case).result()
         except concurrent.futures.process.BrokenProcessPool:
-            return {**dataclasses.asdict(case), "failed": "killed"}
+            return {**case.row(), "failed": "killed"}
 
 
 def row_of(case: Case) -> dict[str, Any]:
     """Measure a case in this process; a lack of memory is part of the row."""
-    row: dict[str, Any] = dataclasses.asdict(case)
+    row = case.row()
     try:
         row |= measured(case)
     except torch.OutOfMemoryError:
@@ -155,7 +167,8 @@ def measured(case: Case, make: Callable[[Case, torch.device], Bench] | None = No
     gradient = None if case.engine == "plain" else bench.method.gradient
     bench.step()  # with the optimizer's state from the start
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident() - empty
-    plain = [] if case.engine == "plain" else [make(dataclasses.replace(case, engine="plain"), device)]
+    compared = dataclasses.replace(case, engine="plain", microbatches=1, activation_checkpointing=False)
+    plain = [] if case == compared else [make(compared, device)]
     seconds = in_turn([bench, *plain], case.repeats)
     result: dict[str, Any] = {
         "seconds": seconds[0], "plain_seconds": seconds[-1], "memory": memory, "parameters": bench.parameters,
@@ -164,7 +177,8 @@ def measured(case: Case, make: Callable[[Case, torch.device], Bench] | None = No
     del bench, plain
     gc.collect()
     if gradient is not None:
-        exact = _exact(dataclasses.replace(case, engine="second-order", precision="fp32", repeats=0)).to(device)
+        reference = dataclasses.replace(case, engine="second-order", precision="fp32", repeats=0, activation_checkpointing=False)
+        exact = _exact(reference).to(device)
         result |= {
             "cosine": float(torch.nn.functional.cosine_similarity(gradient, exact, dim=0)),
             "relative_error": float((gradient - exact).norm() / exact.norm()),
@@ -186,6 +200,7 @@ class Bench:
         model = make_model(case).to(device)
         model.precision = find_precision(case.precision, device)
         model.freeze(case.frozen_layers)
+        model.save_memory(case.microbatches, case.activation_checkpointing)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         draw = torch.Generator().manual_seed(case.seed)
         source, target = (self.batch(case, model, draw) for _ in range(2))
@@ -318,9 +333,23 @@ def render(rows: Sequence[dict[str, Any]], console: Console) -> None:
     console.print("cosine, relative error: of the index gradient, against second order in fp32", style="dim")
 
 
-def cases(engines: Sequence[str], batches: Sequence[int], lengths: Sequence[int], **shared: Any) -> Iterator[Case]:
-    """Yield a case for each length, batch size and engine; `shared` are the other fields."""
+def cases(
+    engines: Sequence[str],
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    microbatches: int = 1,
+    activation_checkpointing: bool = False,
+    **shared: Any,
+) -> Iterator[Case]:
+    """Yield a case for each length, batch size and engine; `shared` are the other fields.
+
+    Where settings save memory, a plain step without them comes first: ratios are against it.
+    """
+    saving: dict[str, Any] = {"microbatches": microbatches, "activation_checkpointing": activation_checkpointing}
     for length in lengths:
         for batch in batches:
+            if microbatches > 1 or activation_checkpointing:
+                yield Case(engine="plain", batch=batch, length=length, **shared)
             for engine in engines:
-                yield Case(engine=engine, batch=batch, length=length, **shared)
+                yield Case(engine=engine, batch=batch, length=length, **saving, **shared)

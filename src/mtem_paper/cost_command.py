@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,10 @@ def cost(
             "layerwise, 2 microbatches; layerwise, v at theta; forward; taylor; second-order."
         ),
     ] = None,
+    microbatches: Annotated[int, typer.Option(help="The setting microbatches of every step but the first plain one.")] = 1,
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="The setting activation_checkpointing of these steps.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "auto",
     attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
@@ -39,6 +43,8 @@ def cost(
     **Examples**
 
     mtem cost --model bert-base --length 256 --device cuda --json cost.json
+
+    mtem cost --model bert-base --length 512 --engines 'plain;layerwise' --microbatches 5 --activation-checkpointing
 
     mtem cost --batch 10,20,30,40,50,60 --engines 'plain;layerwise;taylor;second-order' --figure cost.svg
     """
@@ -61,9 +67,12 @@ def cost(
         sizes = [int(size) for size in batch.split(",")]
     except ValueError:
         raise RequestError(f"--batch {batch}: expected whole numbers with commas, as in 10,20,30") from None
-    if min(sizes) < 2 or length < 4 or repeats < 1:
-        raise RequestError("--batch must be at least 2, --length 4 and --repeats 1")
-    shared = {"model": model, "device": str(chosen), "precision": name, "attention": attention, "repeats": repeats, "seed": seed}
+    if min(sizes) < 2 or length < 4 or repeats < 1 or microbatches < 1:
+        raise RequestError("--batch must be at least 2, --length 4, --repeats 1 and --microbatches 1")
+    shared: dict[str, Any] = {
+        "model": model, "device": str(chosen), "precision": name, "attention": attention, "repeats": repeats, "seed": seed,
+        "microbatches": microbatches, "activation_checkpointing": activation_checkpointing,
+    }  # fmt: skip
     save = (lambda rows: write_json(json_file, rows)) if json_file is not None else (lambda rows: None)
     rows = measurements.measure(list(measurements.cases(requested, sizes, [length], **shared)), Progress(quiet=quiet), save)
     if figure is not None:

@@ -491,3 +491,30 @@ def test_wrong_requests_are_refused() -> None:
     problem.params = {}
     with pytest.raises(ValueError, match="at least one trainable parameter"):
         problem.gradient("forward")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("virtual_step", [True, False])
+def test_second_order_in_parts_is_that_of_the_whole_batch(dropout: float, virtual_step: bool) -> None:
+    problem = perceptron(dropout=dropout)
+    whole = problem.logits
+
+    def logits(params: Params, batch: Tensor) -> Tensor:  # as a model that splits its batches, mask by mask
+        return torch.cat([whole(params, part) for part in torch.split(batch, 3)])
+
+    problem.logits = logits
+    wanted = problem.gradient("second-order", virtual_step=virtual_step)
+    sizes: list[int] = []
+
+    def split(batch: Tensor) -> list[Tensor]:
+        parts = list(torch.split(batch, 3))
+        sizes.extend(len(part) for part in parts)
+        return parts
+
+    drawn = torch.get_rng_state()
+    found = metagrad.meta_gradient(
+        logits, problem.params, problem.target, problem.labels, problem.index, problem.source_loss, 0.1, "second-order",
+        virtual_step=virtual_step, split=split,
+    ).gradient  # fmt: skip
+    assert sizes == [3, 3, 1] and torch.equal(torch.get_rng_state(), drawn)
+    assert error(found, wanted) < 1e-5

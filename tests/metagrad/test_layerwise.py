@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from mtem.metagrad import layer_hooks, layerwise
 from mtem.methods.base import cross_entropy, functional
 from mtem.models.text import TextModel
 from tests.conftest import SHAPES, make_encoder
+from tests.memory import Peak
 from tests.tolerance import assert_near, assert_weights_near
 
 TEXTS = ["good1 bad2 word3", "word1 word2 word3 word4 good1", "bad3", "", "good4 good5 word7 bad1 word2 word9"]
@@ -81,6 +85,74 @@ def test_a_recording_that_saves_memory_gives_the_same(model, monkeypatch):
     expected = storing.gradient(weights)
     assert_weights_near(saving.gradient(weights), expected)
     assert_near(saving.product(expected), storing.product(expected))
+
+
+def replayed(model, inputs, microbatches, labels=LABELS):
+    watch, parts = recorder(model), [part for part, _ in model.split(inputs, microbatches)]
+    torch.manual_seed(5)
+    replay = watch.replay([functools.partial(model.one_pass, part) for part in parts])
+    replay.backward(F.cross_entropy(replay.logits, labels, reduction="none"))
+    return replay
+
+
+@contextlib.contextmanager
+def checkpointing(model, wanted=True):
+    model.save_memory(activation_checkpointing=wanted)
+    try:
+        yield
+    finally:
+        model.save_memory()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_a_pass_that_is_run_again_gives_the_same(model, microbatches, recompute):
+    inputs, weights = batch(model), torch.tensor([0.3, 2.0, -1.0, 0.0, 1.0])
+    _, recording = recorded(model, inputs)
+    expected = recording.gradient(weights)
+    with checkpointing(model, recompute):
+        replay = replayed(model, inputs, microbatches)
+        assert_near(replay.logits, recording.logits)
+        assert_weights_near(replay.gradient(weights), expected)
+        assert_near(replay.product(expected), recording.product(expected))
+        assert_near(replay.product({}), torch.zeros(5))
+    assert not any(module._forward_hooks or "forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_run_of_a_pass_draws_the_same_masks(model, recompute):
+    inputs, weights, parameters = batch(model), torch.tensor([0.3, 2.0, -1.0, 0.5, 1.0]), model.trainable()
+    model.train()
+    try:
+        with checkpointing(model, recompute):
+            replay = replayed(model, inputs, 2)
+            gradient = replay.gradient(weights)
+            product, drawn = replay.product(gradient), torch.rand(3)
+        torch.manual_seed(5)  # a plain pass in the same parts, of the same masks
+        logits = torch.cat([model.one_pass(part) for part, _ in model.split(inputs, 2)])
+        assert torch.equal(torch.rand(3), drawn), "only the first run moves the generator"
+    finally:
+        model.eval()
+    loss = (weights * F.cross_entropy(logits, LABELS, reduction="none")).sum()
+    wanted = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    wanted = {name: value for name, value in zip(parameters, wanted, strict=True) if name in gradient}
+    assert_weights_near(gradient, wanted)
+    assert_near((weights * product).sum(), sum(value.square().sum() for value in wanted.values()))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_run_again_is_freed(model, recompute):
+    """A cycle through the graph would never be: Python's collector does not see it."""
+    with checkpointing(model, recompute):
+        replay = replayed(model, batch(model), 2)
+        with Peak() as peak:
+            replay.product(replay.gradient(torch.ones(5)))
+    assert peak.now == 0 < peak.bytes
+
+
+def test_a_recording_of_recomputed_layers_is_refused(model):
+    with checkpointing(model), pytest.raises(RuntimeError, match="without gradients"):
+        recorded(model, batch(model))
 
 
 def test_hardly_anything_is_skipped(model):

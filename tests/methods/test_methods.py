@@ -18,7 +18,8 @@ from mtem.methods.base import Batch
 from mtem.training.settings import TrainingSettings
 from tests.bench import Bench
 from tests.conftest import make_texts, write_jsonl
-from tests.tolerance import assert_near
+from tests.memory import Peak
+from tests.tolerance import assert_near, assert_weights_near
 
 ALL = list(methods.METHODS)
 GUIDE = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
@@ -105,6 +106,68 @@ def test_every_method_runs_in_bfloat16(name, tiny, target_labeled):
         **{**tiny, "steps": 2, "source_epochs": 0.2}, method=name, precision="bf16", **labeled(name, target_labeled)
     )
     assert np.isfinite(adapted.predict_proba(["good1 bad2", ""])).all()
+
+
+# ---------------------------------------------------------------------- less memory
+
+# The raw gradient moves the meta-parameters, not its sign, which would hide small errors.
+MTEM, WIND = {"index_step": "rms", "index_learning_rate": 0.1}, {"weight_step": "rms"}
+STEPS = [("mtem", {"engine": engine, **MTEM}) for engine in ("layerwise", "forward", "taylor", "second-order")]
+STEPS += [("mtem", {"virtual_step": False, **MTEM}), ("mtem", {"meta": False, "ema_decay": 0.0, "mask_ratio": 0.0})]
+STEPS += [("wind", {"engine": engine, **WIND}) for engine in ("forward", "taylor", "second-order")]
+STEPS += [(name, {}) for name in ALL if name not in ("mtem", "wind")]
+FROZEN = [step for step in STEPS if step[1].get("engine") in ("layerwise", "second-order") or step[0] in ("biat", "cst")]
+
+
+def trained(name, encoder, changes, saving=(1, False), **options):
+    """Weights, logs and the method's state after two steps on batches of eight."""
+    bench = Bench(methods.get(name), encoder, target_labeled=True, **options, **changes)
+    bench.model.save_memory(*saving)
+    torch.manual_seed(3)
+    logs = [{key: float(value) for key, value in bench.step(number).items()} for number in range(2)]
+    return bench.weights(), logs, {**bench.method.state(), "drawn next": torch.rand(3)}
+
+
+def check_same_step(name, changes, encoder, savings, **options):
+    weights, logs, state = trained(name, encoder, changes, **options)
+    for saving in savings:
+        found = trained(name, encoder, changes, saving, **options)
+        assert_weights_near(found[0], weights)
+        for one, other in zip(found[1], logs, strict=True):
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+        for key, value in state.items():
+            torch.testing.assert_close(found[2][key], value, rtol=1e-3, atol=1e-4, msg=f"{saving} {key}")
+
+
+@pytest.mark.parametrize(("name", "changes"), STEPS, ids=str)
+def test_settings_that_save_memory_give_the_same_step(name, changes, encoder):
+    check_same_step(name, changes, encoder, [(3, False), (1, True), (3, True)], dropout=False)
+
+
+@pytest.mark.parametrize(("name", "changes"), FROZEN, ids=str)
+def test_so_they_do_above_frozen_layers(name, changes, encoder):
+    check_same_step(name, changes, encoder, [(3, False), (3, True)], dropout=False, frozen=1)
+
+
+@pytest.mark.parametrize(("name", "changes"), STEPS, ids=str)
+def test_recomputed_layers_draw_the_same_dropout_masks(name, changes, encoder):
+    check_same_step(name, changes, encoder, [(1, True)])
+
+
+@pytest.mark.parametrize(("name", "changes"), FROZEN, ids=str)
+def test_fewer_bytes_are_alive(name, changes, encoder):
+    peaks = {}
+    for saving in [(1, False), (4, False), (1, True)]:
+        bench = Bench(methods.get(name), encoder, target_labeled=True, **changes)
+        bench.model.save_memory(*saving)
+        ids = torch.randint(5, 60, (24, 64), generator=torch.Generator().manual_seed(0))
+        inputs = {"input_ids": ids, "attention_mask": torch.ones((1, 1), dtype=torch.long).expand(ids.shape)}
+        with Peak() as peak:
+            bench.step(0, Batch(inputs, torch.arange(24) % 2, torch.arange(24)), Batch(inputs, None, torch.arange(24)))
+        peaks[saving] = peak.bytes
+    assert peaks[4, False] < 0.4 * peaks[1, False], peaks
+    if changes.get("engine") != "second-order":  # its twofold pass keeps everything
+        assert peaks[1, True] < 0.65 * peaks[1, False], peaks
 
 
 # ---------------------------------------------------------------------- a file of one's own

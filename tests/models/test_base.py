@@ -185,3 +185,7 @@ def test_a_model_of_arrays_reads_no_texts():
         model.encode_texts(["a"])
     with pytest.raises(mtem.RequestError, match="frozen_layers=1"):
         model.freeze(1)
+    with pytest.raises(mtem.RequestError, match="activation_checkpointing=true"):
+        model.save_memory(activation_checkpointing=True)
+    model.save_memory(microbatches=3)
+    assert model.parts({"values": values}) == [{"values": values}], "it does not split batches"

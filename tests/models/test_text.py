@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForSequenceClassification
 from transformers.masking_utils import sdpa_mask
 
 from mtem import metagrad
 from mtem.errors import RequestError, RunError
+from mtem.inference import compute_logits
 from mtem.methods.base import cross_entropy, functional
 from mtem.models import encoders, frozen
 from mtem.models.text import TextModel
@@ -359,3 +360,103 @@ def test_masks_are_taken_as_transformers_would(model):
         with torch.no_grad():
             expected = network(input_ids=inputs["input_ids"], attention_mask=mask).logits
             assert_near(model(inputs), expected)
+
+
+# ---------------------------------------------------------------------- less memory
+
+SAVING = [(4, False), (1, True), (4, True)]  # microbatches, activation_checkpointing
+
+
+def derivatives(model, noise):
+    """Logits, features, and the gradient of a number that depends on both in the noise and in every parameter."""
+    logits, features = model.logits_and_features({**model.prepare(batch(model)), "noise": noise})
+    loss = logits.square().sum() + features.square().sum()
+    found = torch.autograd.grad(loss, [noise, *model.trainable().values()], materialize_grads=True)
+    return [logits.detach(), features.detach(), model(batch(model)).detach(), *found]
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_batches_in_parts_and_recomputed_layers_have_the_same_derivatives(model, frozen):
+    model.freeze(frozen)
+    noise = (0.01 * torch.randn(model.input_embeddings(batch(model)).shape)).requires_grad_()
+    wanted = derivatives(model, noise)
+    for saving in SAVING:
+        model.save_memory(*saving)
+        for one, other in zip(derivatives(model, noise), wanted, strict=True):
+            assert_near(one, other, size=max(1.0, float(other.abs().max())))
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("engine", ["forward", "taylor", "second-order"])
+def test_so_do_the_engines(bert, engine):
+    wanted = index_gradient(bert, engine)
+    for saving in SAVING:
+        bert.save_memory(*saving)
+        assert relative_error(index_gradient(bert, engine), wanted) < (1e-2 if engine == "taylor" else 1e-5)
+
+
+def test_other_implementations_of_attention_are_back_before_the_backward_pass(bert):
+    """Second order differentiates a pass with plain attention twice: nothing of it is recomputed with another one."""
+    bert.save_memory(activation_checkpointing=True)
+    with bert.differentiable_attention():
+        loss = bert(batch(bert)).square().sum()
+    first = torch.autograd.grad(loss, list(bert.trainable().values()), create_graph=True, materialize_grads=True)
+    sum(value.square().sum() for value in first).backward()
+    assert bert.head.weight.grad.abs().sum() > 0
+
+
+def test_recomputed_layers_round_as_others_do(bert):
+    bert.precision = torch.bfloat16
+    wanted = torch.autograd.grad(bert(batch(bert)).square().sum(), list(bert.trainable().values()))
+    bert.save_memory(activation_checkpointing=True)
+    found = torch.autograd.grad(bert(batch(bert)).square().sum(), list(bert.trainable().values()))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_parts_are_for_training_and_not_for_predictions(bert, monkeypatch):
+    sizes, one_pass = [], TextModel.one_pass
+    monkeypatch.setattr(
+        TextModel, "one_pass", lambda self, inputs: sizes.append(len(inputs["input_ids"])) or one_pass(self, inputs)
+    )
+    bert.save_memory(4)
+    with torch.no_grad():
+        bert(batch(bert))
+    assert sizes == [2, 2, 2]
+    sizes.clear()
+    compute_logits(bert, bert.encode_texts([text for text, _ in make_texts(6, 5)]))
+    assert sizes == [6] and bert.microbatches == 4
+
+
+def test_an_encoder_without_a_list_of_layers_is_refused(directories):
+    """ALBERT applies one layer many times."""
+    config = AutoConfig.for_model(
+        "albert",
+        vocab_size=70,
+        hidden_size=32,
+        embedding_size=16,
+        num_attention_heads=2,
+        intermediate_size=48,
+        num_hidden_layers=3,
+    )
+    network = AutoModelForSequenceClassification.from_config(config)
+    model = TextModel(network, TextModel.create(directories["bert"], CLASSES).tokenizer, 24).eval()
+    with pytest.raises(RequestError, match="activation_checkpointing=true: this model has no list of layers"):
+        model.save_memory(activation_checkpointing=True)
+    wanted = torch.autograd.grad(model(batch(model)).square().sum(), model.head.weight)[0]
+    model.save_memory(2)
+    assert_near(torch.autograd.grad(model(batch(model)).square().sum(), model.head.weight)[0], wanted)
+
+
+def test_a_decoder_does_not_write_its_keys_and_values_twice(directories):
+    config = AutoConfig.for_model("gpt2", vocab_size=70, n_embd=32, n_layer=2, n_head=2, n_positions=32, pad_token_id=0)
+    torch.manual_seed(1)
+    network = AutoModelForSequenceClassification.from_config(config)
+    model = TextModel(network, TextModel.create(directories["bert"], CLASSES).tokenizer, 24).eval()
+
+    def gradients():
+        return torch.autograd.grad(model(batch(model)).square().sum(), list(model.trainable().values()), materialize_grads=True)
+
+    wanted = gradients()
+    model.save_memory(2, True)
+    for one, other in zip(gradients(), wanted, strict=True):
+        assert_near(one, other, size=max(1.0, float(other.abs().max())))

@@ -70,6 +70,31 @@ def test_the_exact_engines_are_exact_and_the_others_say_how_far_off_they_are(row
     assert 1e-7 < by_engine["layerwise, v at theta"]["relative_error"] < 0.1
 
 
+def test_settings_that_save_memory_have_rows_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(cost, "apart", cost.row_of)
+    given = [
+        "--model",
+        str(make_encoder(tmp_path / "encoder")),
+        "--batch",
+        "5",
+        "--length",
+        "8",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+    ]
+    given += ["--engines", "layerwise;second-order", "--microbatches", "2", "--activation-checkpointing"]
+    done = CliRunner().invoke(app, ["cost", *given, "--json", str(tmp_path / "rows.json")])
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "rows.json").read_text())
+    saving = ", microbatches=2, activation_checkpointing"
+    assert [row["engine"] for row in found] == ["plain", f"plain{saving}", f"layerwise{saving}", f"second-order{saving}"]
+    assert found[0]["time_ratio"] == 1.0 and all(row["memory_ratio"] and row["time_ratio"] for row in found)
+    assert all(row["relative_error"] < 1e-4 for row in found[2:]), "against second order"
+    assert [row["microbatches"] for row in found] == [1, 2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -25,7 +25,7 @@ from mtem.training.weights import add_bias
 from tests.bench import stopped_after
 from tests.conftest import make_encoder, make_texts, write_jsonl
 from tests.processes import content, wait_for_begun
-from tests.tolerance import assert_near
+from tests.tolerance import assert_near, assert_weights_near
 
 MODEL = "model/model.safetensors"
 
@@ -50,6 +50,18 @@ def finished(tmp_path_factory, encoder, reviews):
         max_length=16, batch_size=10, source_epochs=4, source_learning_rate=3e-3, epochs=2, learning_rate=1e-3, frozen_layers=0,
     )  # fmt: skip
     return output, adapted
+
+
+def test_a_run_that_saves_memory(tiny, tmp_path):
+    """Recomputed layers draw the same dropout masks; parts of batches draw others."""
+    short = {"steps": 2, "source_epochs": 0.5, "evaluations": 1, "left_out_models": 0}
+    adapt(tiny, **short, output=tmp_path / "plain")
+    adapt(tiny, **short, output=tmp_path / "again", activation_checkpointing=True)
+    plain, again = weights(tmp_path / "plain"), weights(tmp_path / "again")
+    assert_weights_near(again, plain)
+    adapted = adapt(tiny, **short, output=tmp_path / "parts", microbatches=3)
+    assert adapted.record["settings"]["microbatches"] == 3 and adapted.model.microbatches == 3
+    assert not same(weights(tmp_path / "parts"), plain)
 
 
 def test_repeated_texts_alone_cannot_be_held_out(tiny, tmp_path):

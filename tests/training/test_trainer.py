@@ -352,6 +352,15 @@ class Broken(SourceOnly):
         return {**log, "source_loss": float("nan")} if number == 4 else log
 
 
+def test_a_full_gpu_ends_the_run_with_what_to_set(model, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(SourceOnly, "step", full)
+    with pytest.raises(RunError, match=r"source, step 1: out of GPU memory; set microbatches=5 or activation_checkpointing=true"):
+        trainer(model).run()
+
+
 def test_a_loss_that_is_no_number_ends_the_run_in_one_line(model):
     lines = []
     method = Broken(model, SourceOnlySettings(), Context(8, 0, 2, torch.Generator(), lambda: 0.0))

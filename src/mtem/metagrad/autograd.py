@@ -19,10 +19,12 @@ in the dict :data:`ENGINES`. They differ in how they compute the product with v.
     The paper's Eq. 12-13: a central difference of Eq. 14 between :math:`\theta \pm \epsilon v`, two passes without
     gradients. Its error is of the order :math:`\epsilon^2`. In half precision rounding errors dominate the difference.
 ``second-order``
-    Exact, by differentiating the gradient of the virtual step again. The reference; needs three times the memory.
+    Exact, by differentiating the gradient of the virtual step again. The reference; needs three times the memory. Of a batch
+    in parts, one part at a time is differentiated twice: :math:`\nabla_\theta \log p` times v, as the ``forward`` engine.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -145,6 +147,7 @@ def meta_gradient(
     virtual_step: bool = True,
     inner_loss: InnerLoss = TSALLIS,
     rewind: bool = True,
+    split: Callable[[BatchT], Sequence[BatchT]] | None = None,
 ) -> MetaGradient:
     r"""Compute the entropy-index gradient, and the source loss after the virtual step.
 
@@ -178,6 +181,9 @@ def meta_gradient(
         The loss of the virtual step, by default the mean Tsallis loss. `index` holds its meta-parameters.
     rewind : bool, default True
         Start every pass from the same random state. False: for functions that draw nothing.
+    split : callable, optional
+        Returns the parts, in order, in which ``second-order`` differentiates the batch; by default it stays whole. The other
+        passes, and those of the other engines, are whole calls of `logits` and `source_loss`.
 
     Returns
     -------
@@ -218,6 +224,8 @@ def meta_gradient(
             step=step,
             virtual_step=virtual_step,
             inner_loss=inner_loss,
+            rewind=rewind,
+            parts=[functools.partial(_call_part, logits, part) for part in (split(batch) if split else [batch])],
         )
         gradient, value = ENGINES[engine](problem)
     return MetaGradient(gradient.detach().float(), value)
@@ -237,10 +245,11 @@ class _Problem:
     step: float
     virtual_step: bool
     inner_loss: InnerLoss
+    rewind: Callable[[], None]
+    parts: Sequence[Callable[[Params], Tensor]]
 
     def log_probs(self, params: Params) -> Tensor:
-        logits = self.logits(params)
-        return torch.log_softmax(logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits, dim=1)
+        return _log_probs(self.logits(params))
 
     def target_loss(self, index: Tensor) -> Tensor:
         return self.inner_loss.value(self.log_probs(self.params), self.labels, index)
@@ -289,6 +298,8 @@ def _taylor(problem: _Problem) -> tuple[Tensor, Tensor]:
 
 
 def _second_order(problem: _Problem) -> tuple[Tensor, Tensor]:
+    if len(problem.parts) > 1:
+        return _second_order_in_parts(problem)
     index = problem.index.clone().requires_grad_()
     with problem.differentiable_attention():
         target_loss = problem.target_loss(index)
@@ -297,6 +308,24 @@ def _second_order(problem: _Problem) -> tuple[Tensor, Tensor]:
     direction, value = problem.source_gradient(start)
     product = torch.as_tensor(sum((gradient[name] * direction[name]).sum() for name in gradient))
     return -problem.learning_rate * _gradient(product, {"index": index})["index"], value
+
+
+def _second_order_in_parts(problem: _Problem) -> tuple[Tensor, Tensor]:
+    direction, value = problem.direction()
+    all_log_probs, all_tangents = [], []
+    problem.rewind()
+    for logits in problem.parts:
+        with problem.differentiable_attention():
+            log_probs = _log_probs(logits(problem.params))
+        weights = torch.ones_like(log_probs, requires_grad=True)  # of any value: their gradient does not depend on it
+        gradient = _gradient((weights * log_probs).sum(), problem.params, create_graph=True)
+        product = torch.as_tensor(sum((gradient[name] * direction[name]).sum() for name in gradient))
+        all_tangents.append(_gradient(product, {"weights": weights})["weights"])
+        all_log_probs.append(log_probs.detach())
+        del log_probs, gradient, product  # the graph, before that of the next part
+    log_probs, tangents = torch.cat(all_log_probs), torch.cat(all_tangents)
+    directional = -problem.learning_rate * tangents.gather(1, problem.labels.long().unsqueeze(1)).squeeze(1)
+    return problem.inner_loss.mixed_derivative(log_probs, directional, problem.labels, problem.index), value
 
 
 # name -> function(problem) -> (gradient [N], source loss)
@@ -360,6 +389,14 @@ def _rewinder(devices: set[torch.device]) -> Callable[[], None]:
             torch.cuda.set_rng_state(device_state, device)
 
     return rewind
+
+
+def _call_part(logits: Callable[[Params, BatchT], Tensor], part: BatchT, params: Params) -> Tensor:
+    return logits(params, part)
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits, dim=1)
 
 
 def _rewound(rewind: Callable[[], None], function: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """Calls of single layers in a recorded pass: the layer's input, the gradient of its output, and what follows from the two.
 
 :class:`LayerWatcher` is a forward hook that makes a :class:`LayerCall` for every call of a layer. In the backward pass a call
-either stores what later products and weighted sums need (:meth:`LayerCall.store`), or adds its gradient to a running sum and
-keeps nothing (:meth:`LayerCall.accumulate`).
+either stores what later products and weighted sums need (:meth:`LayerCall.store`), or keeps nothing: it adds its gradient to a
+running sum (:meth:`LayerCall.accumulate`) or returns the products with a direction (:meth:`LayerCall.product`).
 """
 
 from __future__ import annotations
@@ -59,6 +59,20 @@ class LayerCall(abc.ABC):
     def accumulate(self, output_grad: Tensor, gradients: Params) -> None:
         """Add the gradient of the sum of the losses to `gradients` and store nothing; a hook of the backward pass."""
 
+    def product(self, output_grad: Tensor, direction: Params) -> Tensor:
+        """Return the derivative of each example's loss along a direction ``[N]``, and store nothing; for the backward pass."""
+        self.store(output_grad)
+        products = [values @ direction[name].float() for name, values in self.vector_gradients() if name in direction]
+        products += self._matrix_products(direction)
+        self._release()
+        return torch.stack(products).sum(dim=0) if products else torch.zeros((), device=output_grad.device)
+
+    def _matrix_products(self, direction: Params) -> list[Tensor]:
+        return []
+
+    def _release(self) -> None:
+        self.layer_input = self.bias_sums = None
+
     def vector_gradients(self) -> list[tuple[str, Tensor]]:
         """Return name and per-example gradients ``[N, D]`` of the parameters that are vectors."""
         return [] if self.bias is None else [(self.bias, _not_none(self.bias_sums))]
@@ -68,6 +82,13 @@ class MatrixCall(LayerCall):
     """A call of a layer whose weight is a matrix: its per-example gradients are never written out."""
 
     output_grad: Tensor | None = None
+
+    def _matrix_products(self, direction: Params) -> list[Tensor]:
+        return [self.weight_product(direction[self.weight])] if self.weight in direction else []
+
+    def _release(self) -> None:
+        super()._release()
+        self.output_grad = None
 
     @abc.abstractmethod
     def weight_product(self, direction: Tensor) -> Tensor:
@@ -185,6 +206,10 @@ class NormCall(LayerCall):
         """Return name and per-example gradients ``[N, D]`` of bias and weight."""
         return super().vector_gradients() + ([] if self.weight is None else [(self.weight, _not_none(self.weight_sums))])
 
+    def _release(self) -> None:
+        super()._release()
+        self.weight_sums = None
+
     def _normalized(self) -> Tensor:
         """Return the normalised input."""
         ready = None if self.take_normalized is None else self.take_normalized()
@@ -229,6 +254,9 @@ class LayerWatcher:
         The number of examples in the batch.
     save_memory : bool
         Whether some activations are recomputed for every use instead of being stored.
+    repeated : bool
+        Whether calls without gradients are ignored, since the backward pass repeats them (:mod:`mtem.recompute`), inside the
+        life of the hook.
     """
 
     def __init__(
@@ -237,17 +265,24 @@ class LayerWatcher:
         on_call: Callable[[LayerCall, Tensor], None],
         examples: int,
         save_memory: bool,
+        repeated: bool,
     ) -> None:
         self.layers, self.on_call, self.examples, self.save_memory = layers, on_call, examples, save_memory
+        self.repeated = repeated
         self.casts: dict[Any, Tensor] = {}  # an input that several layers share, in the dtype they compute in
         # by node of the autograd graph:
-        self.eps: dict[Any, float] = {}  # the constant of a normalisation
         self.normalized: dict[Any, Tensor] = {}  # the normalised input of a normalisation, until it is taken
+        # the same, in the forward pass alone:
+        self.eps: dict[Any, float] = {}  # the constant of a normalisation
         self.linear_calls: dict[Any, LinearCall] = {}  # the call whose output it is
         self.activations = 0
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         """Watch one call; returns its output, which has a gradient."""
+        if not torch.is_grad_enabled():
+            if not self.repeated:
+                raise RuntimeError("a layer was called without gradients; `Recorder.replay` allows activation checkpointing")
+            return output
         layer_input: Tensor = args[0] if args else next(iter(kwargs.values()))
         names = self.layers[layer]
         call: LayerCall
@@ -271,6 +306,18 @@ class LayerWatcher:
         self.on_call(call, output)
         return output
 
+    def forget_nodes(self) -> None:
+        """Forget the nodes of a forward pass that is over: a node keeps the inputs of its graph and their gradients alive."""
+        self.eps.clear()
+        self.linear_calls.clear()
+
+    def close(self) -> None:
+        """Forget everything, also `on_call`: what refers to the hook or the graph, and they to it, would stay alive."""
+        self.forget_nodes()
+        self.normalized.clear()
+        self.casts.clear()
+        self.on_call = lambda call, output: None
+
     def _set_input(self, call: LinearCall, layer_input: Tensor, dtype: torch.dtype) -> None:
         """Keep the input only where it cannot be recomputed from what autograd saves anyway."""
         node: Any = layer_input.grad_fn
@@ -282,16 +329,17 @@ class LayerWatcher:
             if self.save_memory and previous is not None and self.activations % RECOMPUTE_EVERY == 0:
                 call.recompute_from_previous = functools.partial(_recompute_activation, previous, node._saved_approximate)
         elif name == "NativeLayerNormBackward0" and node in self.eps:
-            call.layer_input, call.recompute_from_saved = None, functools.partial(self._recompute_norm, node, dtype)
+            call.layer_input = None
+            call.recompute_from_saved = functools.partial(self._recompute_norm, node, self.eps[node], dtype)
         else:
             call.layer_input = _cast(_not_none(call.layer_input), dtype, self.casts)
 
-    def _recompute_norm(self, node: Any, dtype: torch.dtype) -> Tensor:
+    def _recompute_norm(self, node: Any, eps: float, dtype: torch.dtype) -> Tensor:
         """Return the output of a normalisation from its input; layers with the same input share it."""
         if node not in self.casts:
             self.casts.clear()
             with torch.no_grad():
-                normalized = F.layer_norm(node._saved_input.float(), node._saved_normalized_shape, eps=self.eps[node])
+                normalized = F.layer_norm(node._saved_input.float(), node._saved_normalized_shape, eps=eps)
                 self.normalized[node] = normalized
                 weight, bias = node._saved_weight, node._saved_bias
                 if weight is None:
@@ -303,8 +351,13 @@ class LayerWatcher:
 
 
 def add(gradients: Params, name: str, value: Tensor) -> None:
-    """Add a gradient to the one of that name in `gradients`, if there is one."""
-    gradients[name] = gradients[name] + value if name in gradients else value
+    """Add a gradient to the one of that name in `gradients`, if there is one; sums are at least float32."""
+    if name not in gradients:
+        gradients[name] = value
+    elif gradients[name].itemsize < 4:
+        gradients[name] = gradients[name].float().add_(value)
+    else:
+        gradients[name].add_(value)
 
 
 def cast_all(values: Params, dtype: torch.dtype) -> Params:

@@ -11,6 +11,9 @@ one matrix product each, for any weights w and any direction V. Attention has no
 works. Between the passes a and :math:`\delta` of the linear layers and embeddings are kept, and sums over an example's tokens for
 biases and normalisations. That is less than autograd keeps for a backward pass.
 
+Where memory is short, nothing is kept between the passes (:class:`Replay`): each weighted sum and each product runs the pass
+again, part of the batch by part, and each layer contributes its share when the backward pass reaches it.
+
 Other layers (and parameters that are used for all examples at once, such as a table of relative positions) cannot be read this
 way: `Recorder.skipped` names their parameters, which are constants here.
 """
@@ -18,7 +21,7 @@ way: `Recorder.skipped` names their parameters, which are constants here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 
 from mtem.metagrad.autograd import TSALLIS, InnerLoss, MetaGradient, Params
 from mtem.metagrad.layer_hooks import LayerCall, LayerWatcher, MatrixCall, ParamNames, Scale, add, cast_all
+from mtem.recompute import RandomState
 
 FP16_SCALE = 1024.0  # multiplies the source loss, whose gradients would otherwise vanish in fp16
 
@@ -107,11 +111,65 @@ class Recording:
             values = torch.split(weights.float() @ self._vectors, self._vector_sizes)
             for name, value in zip(self._vector_names, values, strict=True):
                 add(gradients, name, value)
-        gradients = cast_all(gradients, torch.float32)
-        return {
-            name: gradients[name] if name in gradients else torch.zeros_like(value, dtype=torch.float32)
-            for name, value in self.recorder.params.items()
-        }
+        return self.recorder.complete(gradients)
+
+
+class Replay:
+    """A pass of which nothing is kept but the logits; a :class:`Recording` whose every product and sum runs it again.
+
+    With F for one forward pass, making it costs F, and `product` and `gradient` cost 3 F each, where a recording costs 2 F and
+    F each. Made by :meth:`Recorder.replay`.
+
+    Attributes
+    ----------
+    logits : Tensor
+        The output of the pass, without the graph of the model.
+    recorder : Recorder
+        The recorder that made it.
+    """
+
+    def __init__(self, parts: Sequence[Callable[[], Tensor]], recorder: Recorder) -> None:
+        self.recorder, self._parts = recorder, parts
+        device = next(iter(recorder.params.values())).device
+        self._random: list[RandomState] = []
+        outputs = []
+        with torch.no_grad():
+            for part in parts:
+                self._random.append(RandomState(device))
+                outputs.append(part())
+        self._sizes = [len(output) for output in outputs]
+        self.logits = torch.cat(outputs).requires_grad_()
+        self._logit_grads = torch.zeros_like(self.logits)
+
+    def backward(self, losses: Tensor) -> None:
+        """Compute the gradient in the logits of the losses, one per example ``[N]``, functions of `logits`."""
+        self._logit_grads = torch.autograd.grad(losses.sum(), self.logits)[0]
+        self.logits = self.logits.detach()
+
+    def product(self, direction: Params) -> Tensor:
+        """Return the derivative of each example's loss along a direction; see :meth:`Recording.product`."""
+        passes = zip(self._passes(self._logit_grads), self._sizes, strict=True)
+        return torch.cat([self.recorder.product(loss, direction, size) for loss, size in passes])
+
+    def gradient(self, weights: Tensor) -> Params:
+        """Return the gradient of the weighted sum of the losses; see :meth:`Recording.gradient`."""
+        scale = self.recorder.loss_scale
+        passes = self._passes(self._logit_grads * weights.unsqueeze(1))
+        gradients, _ = self.recorder.gradient(lambda: (loss() for loss in passes), self.recorder.constants(), scale)
+        gradients = self.recorder.complete(gradients)
+        if scale != 1.0:
+            torch._foreach_mul_(list(gradients.values()), 1 / scale)
+        return gradients
+
+    def _passes(self, logit_grads: Tensor) -> Iterator[Callable[[], Tensor]]:
+        """Yield functions that run a part and return a loss with this gradient in the logits."""
+        for part, random, grads in zip(self._parts, self._random, torch.split(logit_grads, self._sizes), strict=True):
+
+            def loss(part: Callable[[], Tensor] = part, random: RandomState = random, grads: Tensor = grads) -> Tensor:
+                with random.again():
+                    return (part() * grads).sum()
+
+            yield loss
 
 
 class SourceGradient(NamedTuple):
@@ -152,7 +210,7 @@ def source_gradient(
     SourceGradient
         The loss, and its gradient in the parameters that the recorder reads.
     """
-    scale = FP16_SCALE if recorder.precision is torch.float16 else 1.0
+    scale = recorder.loss_scale
     if params is not None:
         return SourceGradient(*recorder.gradient(source_loss, recorder.cast(params), scale), scale)
     direction: Params = {}
@@ -167,7 +225,7 @@ def source_gradient(
 
 
 def meta_gradient(
-    recording: Recording,
+    recording: Recording | Replay,
     log_probs: Tensor,
     labels: Tensor,
     meta_parameters: Tensor,
@@ -180,7 +238,7 @@ def meta_gradient(
 
     Parameters
     ----------
-    recording : Recording
+    recording : Recording or Replay
         After `backward` of the surprisals of `labels`.
     log_probs : Tensor
         The log-probabilities of the recorded logits, without graph.
@@ -309,10 +367,84 @@ class Recorder:
             calls.append(call)
             output.register_hook(call.store)  # type: ignore[no-untyped-call]
 
-        constants = self.cast({name: value.detach() for name, value in self.params.items()})
-        with torch.enable_grad(), self._replaced_parameters(constants), self._hooks(on_call, examples, save_memory):
+        with (
+            torch.enable_grad(),
+            self._replaced_parameters(self.constants()),
+            self._hooks(on_call, examples, save_memory, repeated=False),
+        ):
             logits = forward()
         return Recording(logits, calls, self)
+
+    def replay(self, parts: Sequence[Callable[[], Tensor]]) -> Replay:
+        """Run a forward pass in parts, so that it can be run again; keeps hardly anything.
+
+        Parameters
+        ----------
+        parts : sequence of callable
+            Forward passes of the model, each with a part of the examples; they return logits ``[examples, K]``. Every later
+            pass draws the same dropout masks.
+
+        Returns
+        -------
+        Replay
+            It has the methods of a recording.
+        """
+        return Replay(parts, self)
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with, whose gradients might vanish."""
+        return FP16_SCALE if self.precision is torch.float16 else 1.0
+
+    def constants(self) -> Params:
+        """Return the current parameters without graph, as :meth:`cast` returns them."""
+        return self.cast({name: value.detach() for name, value in self.params.items()})
+
+    def complete(self, gradients: Params) -> Params:
+        """Return gradients in float32, with zeros for the parameters that have none."""
+        gradients = cast_all(gradients, torch.float32)
+        return {
+            name: gradients[name] if name in gradients else torch.zeros_like(value, dtype=torch.float32)
+            for name, value in self.params.items()
+        }
+
+    def product(self, loss: Callable[[], Tensor], direction: Params, examples: int) -> Tensor:
+        """Compute the derivative of each example's loss along a direction.
+
+        Each layer's product is computed when the backward pass reaches it, and nothing is kept.
+
+        Parameters
+        ----------
+        loss : callable
+            Runs a forward pass and returns the sum of the losses.
+        direction : dict of str to Tensor
+            The direction by parameter name; parameters that are missing count as zero.
+        examples : int
+            The number of examples.
+
+        Returns
+        -------
+        Tensor
+            The derivatives, float32 ``[examples]``.
+        """
+        total = torch.zeros(examples, device=next(iter(self.params.values())).device)
+
+        def on_call(call: LayerCall, output: Tensor) -> None:
+            def add_product(output_grad: Tensor) -> None:
+                watcher.forget_nodes()
+                total.add_(call.product(output_grad, direction))
+
+            output.register_hook(add_product)  # type: ignore[no-untyped-call]
+
+        with (
+            torch.enable_grad(),
+            self._replaced_parameters(self.constants()),
+            self._hooks(on_call, examples) as watcher,
+        ):
+            value = loss()
+            with torch.autocast(value.device.type, enabled=False):
+                torch.autograd.backward(value)
+        return total
 
     def gradient(self, losses: Callable[[], Iterable[Tensor]], params: Params, scale: float) -> tuple[Params, Tensor]:
         """Compute the gradient of a sum of losses at other parameters.
@@ -336,14 +468,19 @@ class Recorder:
         gradients: Params = {}
 
         def on_call(call: LayerCall, output: Tensor) -> None:
-            output.register_hook(lambda output_grad: call.accumulate(output_grad, gradients))  # type: ignore[no-untyped-call]
+            def accumulate(output_grad: Tensor) -> None:
+                watcher.forget_nodes()
+                call.accumulate(output_grad, gradients)
+
+            output.register_hook(accumulate)  # type: ignore[no-untyped-call]
 
         total: Tensor | float = 0.0
-        with torch.enable_grad(), self._replaced_parameters(params), self._hooks(on_call, 1, save_memory=False):
+        with torch.enable_grad(), self._replaced_parameters(params), self._hooks(on_call, 1) as watcher:
             for loss in losses():
                 with torch.autocast(loss.device.type, enabled=False):
                     torch.autograd.backward(scale * loss)
                 total = total + loss.detach()
+                del loss  # the rest of its graph, before the next pass
         return gradients, torch.as_tensor(total)
 
     @contextlib.contextmanager
@@ -361,15 +498,18 @@ class Recorder:
                 layer._parameters.update(own)
 
     @contextlib.contextmanager
-    def _hooks(self, on_call: Callable[[LayerCall, Tensor], None], examples: int, save_memory: bool) -> Iterator[None]:
+    def _hooks(
+        self, on_call: Callable[[LayerCall, Tensor], None], examples: int, save_memory: bool = False, repeated: bool = True
+    ) -> Iterator[LayerWatcher]:
         """Call `on_call` for every call of a layer; meanwhile the skipped parameters are constants."""
-        watcher = LayerWatcher(self._layers, on_call, examples, save_memory)
+        watcher = LayerWatcher(self._layers, on_call, examples, save_memory, repeated)
         for parameter in self._skipped_parameters:
             parameter.requires_grad_(False)
         handles = [layer.register_forward_hook(watcher, with_kwargs=True) for layer in self._layers]
         try:
-            yield
+            yield watcher
         finally:
+            watcher.close()
             for handle in handles:
                 handle.remove()
             for parameter in self._skipped_parameters:

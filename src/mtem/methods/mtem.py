@@ -17,6 +17,7 @@ The `paper` preset is exactly this. The help texts of the other settings say wha
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -72,9 +73,11 @@ class MtemSettings:
         None, "learning rate of the inner step (eta); none: the current learning rate", low=0.0
     )
     source_microbatches: int = setting(
-        1, "number of parts of the source batch in the outer loop (engine layerwise); 2 needs less memory and more time",
+        1,
+        "number of parts of the source batch in the outer loop (engine layerwise), at least microbatches; 2 needs less memory "
+        "and more time",
         low=1,
-    )  # fmt: skip
+    )
     taylor_step: float = setting(0.01, "step of the finite difference of the taylor engine, relative to the norm of v", low=1e-6)
     source_weight: float = setting(
         1.0,
@@ -227,7 +230,7 @@ class Mtem(Method):
         if settings.meta and not settings.virtual_step:
             at_theta = layerwise.source_gradient(recorder, lambda: self._source_losses(source))
         self.model.train(settings.dropout)
-        recording = recorder.record(lambda: self.model(inputs), len(rows), save_memory=settings.meta and settings.virtual_step)
+        recording = self._record(recorder, inputs, len(rows))
         if labels is None:
             labels = self.sample_labels(recording.logits.detach(), temperature)
         log_probs = torch.log_softmax(recording.logits, dim=-1)
@@ -249,6 +252,17 @@ class Mtem(Method):
         log["target_loss"] = tsallis.loss(log_probs, labels, index).mean()
         weights = tsallis.pseudo_weight(log_probs, labels, index)
         return recording.gradient(settings.target_weight / len(rows) * weights)
+
+    def _record(self, recorder: layerwise.Recorder, inputs: Inputs, texts: int) -> layerwise.Recording | layerwise.Replay:
+        model, settings = self.model, self.settings
+        if model.microbatches == 1 and not model.activation_checkpointing:
+            return recorder.record(lambda: model(inputs), texts, save_memory=settings.meta and settings.virtual_step)
+
+        def run(part: Inputs) -> Tensor:
+            model.train(settings.dropout)  # between two runs is the source pass, without dropout
+            return model.one_pass(part)
+
+        return recorder.replay([functools.partial(run, part) for part in model.parts(inputs)])
 
     # ------------------------------------------------------------------ the lines of Algorithm 1
 
@@ -283,9 +297,9 @@ class Mtem(Method):
         self.model.eval()
         inputs, labels = self.model.prepare(source.inputs), source.require_labels()
         total = _class_mass(labels, self.context.class_weights)
-        for part, rows in self.model.split(inputs, self.settings.source_microbatches):
+        for part, rows in self.model.split(inputs, max(self.settings.source_microbatches, self.model.microbatches)):
             share = _class_mass(labels[rows], self.context.class_weights) / total
-            yield share * self.cross_entropy(self.model(part), labels[rows])
+            yield share * self.cross_entropy(self.model.one_pass(part), labels[rows])
 
     def index_gradient(self, inputs: Inputs, labels: Tensor, rows: Tensor, source: Batch) -> metagrad.MetaGradient:
         """Compute the inner step and the derivative of the source loss after it in each index (lines 6 and 7).
@@ -322,6 +336,7 @@ class Mtem(Method):
                 step=settings.taylor_step,
                 virtual_step=settings.virtual_step,
                 rewind=False,
+                split=self.model.parts,
             )
 
     def updated_index(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:

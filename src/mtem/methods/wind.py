@@ -134,6 +134,7 @@ class Wind(Method):
                 step=settings.taylor_step,
                 inner_loss=self.inner_loss,
                 rewind=False,
+                split=self.model.parts,
             )
         return -meta.gradient / rate, meta.source_loss
 

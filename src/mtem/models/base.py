@@ -75,6 +75,10 @@ class Model(nn.Module, abc.ABC):
         The type used by `autocast`; None: full precision.
     frozen_layers
         The number of layers that `freeze` made constant.
+    microbatches
+        The number of parts in which `forward` passes a batch; see `save_memory`.
+    activation_checkpointing
+        Whether each layer's activations are computed again in the backward pass; see `save_memory`.
     threads
         Whether the model reads the replies of a thread.
     replayable
@@ -109,6 +113,8 @@ class Model(nn.Module, abc.ABC):
         super().__init__()
         self.precision: torch.dtype | None = None
         self.frozen_layers = 0
+        self.microbatches = 1
+        self.activation_checkpointing = False
 
     # ------------------------------------------------------------------ creating, saving, loading
 
@@ -292,6 +298,10 @@ class Model(nn.Module, abc.ABC):
         """Return the batch in up to `pieces` parts, each with the slice of its examples. By default it stays whole."""
         return [(inputs, slice(None))]
 
+    def parts(self, inputs: Inputs) -> list[Inputs]:
+        """Return the batch in the parts in which `forward` passes it."""
+        return [part for part, _ in self.split(inputs, self.microbatches)]
+
     def probe(self) -> Inputs | None:
         """Return two tiny examples that show how layers are called; None: layers are not called example by example."""
         return None
@@ -308,16 +318,48 @@ class Model(nn.Module, abc.ABC):
             """Return `forward` of the inputs."""
             ...
 
+    def one_pass(self, inputs: Inputs) -> Tensor:
+        """Return the logits of one pass with all examples, whatever `microbatches` is."""
+        return self(inputs)
+
+    def save_memory(self, microbatches: int = 1, activation_checkpointing: bool = False) -> None:
+        """Set how activations are kept. Without dropout the results are the same but for rounding.
+
+        Parameters
+        ----------
+        microbatches
+            In how many parts `forward` passes a batch. With gradients, the activations of a part are computed again in the
+            backward pass, so that those of one part at a time are kept. No effect on models that do not `split` batches.
+        activation_checkpointing
+            Whether the activations inside each layer are computed again in the backward pass, so that only the inputs of the
+            layers and the activations inside one of them are kept.
+
+        Raises
+        ------
+        RequestError
+            If the model has no list of layers.
+        """
+        if activation_checkpointing and not self.has_layers:
+            raise RequestError(
+                "activation_checkpointing=true: this model has no list of layers; leave it false (an encoder then needs less "
+                "memory with microbatches)"
+            )
+        self.microbatches, self.activation_checkpointing = microbatches, activation_checkpointing
+
     def prepare(self, inputs: Inputs) -> Inputs:
         """Return the inputs together with everything that does not depend on trainable parameters, computed once."""
         return inputs
 
     def logits_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return logits and the features that enter the head, both differentiable."""
+        return self._with_features(self, inputs)
+
+    def _with_features(self, forward: Callable[[Inputs], Tensor], inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Return the logits of a pass and the features that entered the head in it."""
         seen: list[Tensor] = []
         handle = self.head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
         try:
-            logits = self(inputs)
+            logits = forward(inputs)
         finally:
             handle.remove()
         features = seen[-1]

@@ -14,7 +14,10 @@ def scorers(model: Model, count: int) -> list[Model]:
 
     The copies have modules of their own, so two CPU threads can use two of them at once, whatever hooks a forward pass sets.
     """
-    return [_twin(model).eval() for _ in range(count)]
+    twins = [_twin(model).eval() for _ in range(count)]
+    for twin in twins:
+        twin.microbatches = 1  # of training
+    return twins
 
 
 def _twin(model: Model) -> Model:

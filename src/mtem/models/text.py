@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
+from transformers import AutoModelForSequenceClassification, Cache, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 
 from mtem.capture import is_recording
 from mtem.data.batching import on_device
@@ -25,6 +26,7 @@ from mtem.models.frozen import FrozenTokens, frozen_tokens, keys_of, run_lower, 
 from mtem.models.heads import CosineHead
 from mtem.models.positions import first_position_only
 from mtem.progress import Progress
+from mtem.recompute import recomputed, recomputed_layer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,8 +72,9 @@ class TextModel(Model):
         self.head_path = "network." + _head_path(network)
         self._upper: list[PreTrainedModel] = []  # a list hides it from the module registry: its weights are network's
         self._vocabulary_flags: tuple[Tensor, Tensor] | None = None
-        self._first_position = first_position_only(self)
         self._words: Tensor | None = None
+        self._differentiable_twice = False
+        self._first_position = first_position_only(self)
 
     # ------------------------------------------------------------------ creating, saving, loading
 
@@ -280,9 +283,38 @@ class TextModel(Model):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return float32 logits, [N, K]."""
+        return self._in_parts(lambda part: (self.one_pass(part),), self.prepare(inputs))[0]
+
+    def logits_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Return logits and the features that enter the head, both differentiable."""
+        if self.microbatches == 1:
+            return super().logits_and_features(inputs)
+        logits, features = self._in_parts(lambda part: self._with_features(self.one_pass, part), self.prepare(inputs))
+        return logits, features
+
+    def _in_parts(self, one_pass: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs) -> tuple[Tensor, ...]:
+        """Return what the passes of all parts return; with gradients, only one part's activations are kept at a time."""
+        if self.microbatches == 1 or self._differentiated_twice:
+            return one_pass(inputs)
+        names = list(inputs)
+
+        def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return one_pass(dict(zip(names, tensors, strict=True)))
+
+        parts = self.parts(inputs)
+        results = [recomputed(self.network, of_tensors, list(part.values()), self.device) for part in parts]
+        return tuple(torch.cat(values) for values in zip(*results, strict=True))
+
+    @property
+    def _differentiated_twice(self) -> bool:
+        """Whether a pass is differentiated twice: what is computed again in a backward pass has no second derivatives."""
+        return self._differentiable_twice and torch.is_grad_enabled()
+
+    def one_pass(self, inputs: Inputs) -> Tensor:
+        """Return float32 logits of one pass with all texts, [N, K]."""
         inputs = self.prepare(inputs)
         noise, mask = inputs.get("noise"), self._mask(inputs)
-        with self.autocast(), _no_new_mask(mask):
+        with self.autocast(), self._recomputed_layers(), _no_new_mask(mask):
             if "hidden" in inputs:
                 hidden = inputs["hidden"] if noise is None else inputs["hidden"] + noise
                 out = self._upper[0](inputs_embeds=hidden, attention_mask=mask)
@@ -295,6 +327,28 @@ class TextModel(Model):
     def all_positions(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the last layer is computed at all positions, for those who read hidden states."""
         return self._first_position.off()
+
+    @contextlib.contextmanager
+    def _recomputed_layers(self) -> Iterator[None]:
+        """Let the layers keep no activations in this pass, if `activation_checkpointing` is set."""
+        if not self.activation_checkpointing or self._differentiated_twice or not torch.is_grad_enabled():
+            yield
+            return
+        device, layers = self.device, self.layers[self.frozen_layers :]
+
+        def forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
+            # A decoder would write its keys and values a second time; nothing reads them.
+            arguments = tuple(None if isinstance(value, Cache) else value for value in arguments)
+            named = {name: None if isinstance(value, Cache) else value for name, value in named.items()}
+            return recomputed_layer(layer, device, *arguments, **named)
+
+        for layer in layers:
+            layer.forward = functools.partial(forward, layer)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
 
     def _mask(self, inputs: Inputs) -> Tensor | None:
         """Return the attention mask in a form whose values transformers does not inspect, which would wait for the GPU."""
@@ -332,11 +386,13 @@ class TextModel(Model):
         loaded = config._attn_implementation
         if loaded not in ("eager", "sdpa"):
             config._attn_implementation = "eager"
+        self._differentiable_twice = True
         try:
             with sdpa_kernel(SDPBackend.MATH):
                 yield
         finally:
             config._attn_implementation = loaded
+            self._differentiable_twice = False
 
     # ------------------------------------------------------------------ masked words
 
@@ -363,7 +419,7 @@ class TextModel(Model):
     def hidden_states(self, inputs: Inputs) -> Tensor:
         """Return the output of the last layer at all positions, [N, L, D]."""
         mask = self._mask(inputs)
-        with self.autocast(), self.all_positions(), _no_new_mask(mask):
+        with self.autocast(), self.all_positions(), self._recomputed_layers(), _no_new_mask(mask):
             out = self.network.base_model(input_ids=inputs["input_ids"], attention_mask=mask)
         states: Tensor = out.last_hidden_state
         return states

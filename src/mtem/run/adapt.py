@@ -381,6 +381,7 @@ def create_model(
     if model.max_length is not None and model.max_length < training.max_length:
         logger.warning(diagnostics.text_cut(training.max_length, model.max_length))
     model.precision = precision
+    model.save_memory(training.microbatches, training.activation_checkpointing)
     model.freeze(layers_to_freeze(training, model))
     return model
 

@@ -45,6 +45,9 @@ def find_capture(method: Method, settings: TrainingSettings) -> Capture | None:
     """Return how the steps of a method are captured; None on a CPU, and where the settings, the method or the model forbid it."""
     if method.model.device.type != "cuda" or not settings.cuda_graphs:
         return None
+    if method.model.microbatches > 1 or method.model.activation_checkpointing:
+        logger.info("steps run without CUDA graphs: they would repeat the random draws of recomputed passes")
+        return None
     for name, replayable in ((method.name, method.replayable), (type(method.model).__name__, method.model.replayable)):
         if not replayable:
             logger.info("steps run without CUDA graphs: %s is not declared replayable", name)

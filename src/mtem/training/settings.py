@@ -91,6 +91,15 @@ class TrainingSettings:
     cuda_graphs: bool = setting(
         True, "on a GPU, capture a step and replay it, which small encoders need; false: launch every operation anew"
     )
+    microbatches: int = setting(
+        1,
+        "parts in which a batch passes through the model; more parts need less memory and more time, with the same results but "
+        "for rounding and the draws of dropout; no effect with bigcn",
+        low=1,
+    )
+    activation_checkpointing: bool = setting(
+        False, "keep only the inputs of the layers, and compute the rest again in the backward pass: less memory, more time"
+    )
     log_every: int = setting(10, "steps between two lines of the history", low=1)
     checkpoint_seconds: float = setting(60.0, "time between two checkpoints", low=0.0)
 

@@ -99,8 +99,9 @@ class Trainer:
                     log = (self._step if self.graphs is None else self.graphs.step)(step, source, target)
                 except torch.OutOfMemoryError as error:
                     raise RunError(
-                        f"{self.name}, step {step + 1}: out of GPU memory; set a smaller batch_size (of the pretraining: "
-                        "pretrain_batch_size) or max_length, or frozen_layers"
+                        f"{self.name}, step {step + 1}: out of GPU memory; set microbatches=5 or activation_checkpointing=true "
+                        "(the same results in more time), a smaller batch_size (of the pretraining: pretrain_batch_size) or "
+                        "max_length, or frozen_layers"
                     ) from error
                 last = step + 1 == self.last_step
                 if step % self.settings.log_every == 0 or last:
