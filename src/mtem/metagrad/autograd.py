@@ -224,7 +224,7 @@ def meta_gradient(
             step=step,
             virtual_step=virtual_step,
             inner_loss=inner_loss,
-            rewind=rewind,
+            rewind=start,
             parts=[functools.partial(_call_part, logits, part) for part in (split(batch) if split else [batch])],
         )
         gradient, value = ENGINES[engine](problem)
