@@ -27,6 +27,7 @@ def cost(
     activation_checkpointing: Annotated[
         bool, typer.Option("--activation-checkpointing", help="The setting activation_checkpointing of these steps.")
     ] = False,
+    graphs: Annotated[bool, typer.Option(help="On a GPU, replay steps as CUDA graphs, as runs do.")] = True,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "auto",
     attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
@@ -72,6 +73,7 @@ def cost(
     shared: dict[str, Any] = {
         "model": model, "device": str(chosen), "precision": name, "attention": attention, "repeats": repeats, "seed": seed,
         "microbatches": microbatches, "activation_checkpointing": activation_checkpointing,
+        "graphs": graphs,
     }  # fmt: skip
     save = (lambda rows: write_json(json_file, rows)) if json_file is not None else (lambda rows: None)
     rows = measurements.measure(list(measurements.cases(requested, sizes, [length], **shared)), Progress(quiet=quiet), save)
