@@ -4,8 +4,8 @@
 
 DIR holds the files that `mtem data prepare pheme` has written. Sources, unlabeled and labeled target threads are those of
 `mtem reproduce`. Every method has a model of its own with the same weights at first, and sees the same batches. The methods take
-turns, so that all see the same state of the machine. Memory is what the largest resident size of a process of its own grows by in
-a few steps. The rows are appended to the file.
+turns, so that all see the same state of the machine, and a ratio is the median over the steps. Memory is what the largest
+resident size of a process of its own grows by in a few steps. The rows are appended to the file.
 """
 
 from __future__ import annotations
@@ -95,9 +95,11 @@ def timed(args: argparse.Namespace, data: Data) -> dict[str, dict[str, float]]:
     posts = statistics.median(len(trainers["mtem"].source(number).inputs["parents"]) for number in range(args.steps))
     found = {}
     for name, lines in times.items():
-        seconds, processor = (statistics.median(column) for column in zip(*lines[2:], strict=True))
-        ratio = statistics.median(own[0] / mtem[0] for own, mtem in zip(lines[2:], times["mtem"][2:], strict=True))
-        found[name] = {"seconds": seconds, "processor_seconds": processor, "time_ratio": ratio, "posts": posts}
+        figures = [statistics.median(column) for column in zip(*lines[2:], strict=True)]
+        pairs = list(zip(lines[2:], times["mtem"][2:], strict=True))
+        ratios = [statistics.median(own[clock] / mtem[clock] for own, mtem in pairs) for clock in (0, 1)]
+        names = ("seconds", "processor_seconds", "time_ratio", "processor_ratio", "posts")
+        found[name] = dict(zip(names, (*figures, *ratios, posts), strict=True))
     return found
 
 
@@ -147,7 +149,8 @@ def main() -> None:
         mtem = next(other for other in rows if other["engine"] == f"mtem, {line['setting']}")
         line["memory_ratio"] = line["memory"] / mtem["memory"] if mtem["memory"] else None
     mib = [{**line, "MiB": line["memory"] and line["memory"] / 2**20} for line in rows]
-    show(mib, {"seconds": ".3f", "processor_seconds": ".3f", "time_ratio": ".2f", "MiB": ".0f", "memory_ratio": ".2f"})
+    columns = {"seconds": ".3f", "processor_seconds": ".3f", "time_ratio": ".2f", "processor_ratio": ".2f"}
+    show(mib, {**columns, "MiB": ".0f", "memory_ratio": ".2f"})
     known = json.loads(args.json.read_text()) if args.json.exists() else []
     write_json(args.json, known + rows)
 

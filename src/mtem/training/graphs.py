@@ -9,9 +9,11 @@ training batches are padded to a few lengths (`length_multiple`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -65,7 +67,7 @@ def cuda_capture() -> Capture:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with _no_garbage_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 log = run()
         except BaseException:
             generator.graphsafe_set_state(before)  # it would go on to believe in the capture
@@ -73,6 +75,19 @@ def cuda_capture() -> Capture:
         return log, graph.replay
 
     return capture
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now and not in the ``with`` block: the end of an older graph would disturb the capture of a new one."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclasses.dataclass

@@ -233,3 +233,12 @@ def test_roots_of_zeros():
     assert torch.equal(found, torch.zeros(3, 3))
     found.sum().backward()
     assert not weight.grad.any()
+
+
+def test_a_batch_without_any_word(rows):
+    model = make_model(rows, hidden=3)
+    inputs = batch(model, [EMPTY])
+    for noise in (model.noise_gradient(inputs, objective), model.random_noise(inputs, torch.Generator().manual_seed(0))):
+        moved = model.rescaled_noise(inputs, noise, 0.1)
+        assert not moved.dense(graph(inputs)).any()
+        torch.testing.assert_close(model(model.with_noise(inputs, moved)), model(inputs))

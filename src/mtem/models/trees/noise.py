@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtem.models.base import Inputs
-from mtem.models.trees.bigcn import Features, Graph
+from mtem.models.trees.bigcn import Features, Graph, Sparse
 
 _BITS = 16  # random ones for each draw
 
@@ -88,7 +88,7 @@ def random(weights: Tensor, replies: Tensor, roots: Tensor, graph: Graph, genera
 
 
 class Noisy:
-    """X plus noise.
+    """X plus noise. On the CPU its products have first derivatives only, in the weights and in the noise.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class Noisy:
         """Return (X + noise) W, one row for each node."""
         codes, basis, roots, *_ = self.noise
         added = (codes @ (basis.T @ weight)).to(weight.dtype)
-        return self.features.times(weight) + added.index_add(0, self.graph.roots, (roots @ weight).to(weight.dtype))
+        return self._plain_times(weight) + added.index_add(0, self.graph.roots, (roots @ weight).to(weight.dtype))
 
     def roots_times(self, weight: Tensor, dropout: float) -> Tensor:
         """Return Dropout(ReLU(X_root + noise)) W, one row for each node; every node draws its own dropout."""
@@ -121,12 +121,19 @@ class Noisy:
             return cast(Tensor, _DroppedProduct.apply(*given))  # type: ignore[no-untyped-call]
         return (F.dropout(self.values.index_select(0, self.graph.trees), dropout) @ weight).to(weight.dtype)
 
+    def _plain_times(self, weight: Tensor) -> Tensor:
+        """Return X W by a sum over the words of each node, many times as fast as `Sparse.times` on a CPU."""
+        if not isinstance(self.features, Sparse) or weight.device.type != "cpu":
+            return self.features.times(weight)
+        words, values, nodes, graph = self.features
+        counts = torch.bincount(nodes, minlength=len(graph.parents))
+        return F.embedding_bag(words, weight, counts.cumsum(0) - counts, mode="sum", per_sample_weights=values)
+
     @functools.cached_property
     def columns(self) -> tuple[Tensor, ...]:
         """The columns of the values above zero of each root."""
-        trees, columns = self.values.nonzero(as_tuple=True)
-        counts = torch.bincount(trees, minlength=len(self.values))
-        return torch.split(columns, counts.tolist())
+        positive = self.values > 0
+        return torch.split(positive.nonzero()[:, 1].contiguous(), positive.sum(dim=1).tolist())
 
 
 class Watched:
