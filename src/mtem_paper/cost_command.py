@@ -73,7 +73,7 @@ def cost(
     shared: dict[str, Any] = {
         "model": model, "device": str(chosen), "precision": name, "attention": attention, "repeats": repeats, "seed": seed,
         "microbatches": microbatches, "activation_checkpointing": activation_checkpointing,
-        "graphs": graphs,
+        "graphs": graphs and chosen.type == "cuda",
     }  # fmt: skip
     save = (lambda rows: write_json(json_file, rows)) if json_file is not None else (lambda rows: None)
     rows = measurements.measure(list(measurements.cases(requested, sizes, [length], **shared)), Progress(quiet=quiet), save)

@@ -107,6 +107,8 @@ def _at_batch(conditions: Sequence[str], rows: Sequence[Row]) -> tuple[str, list
     batch = 50 if 50 in sizes else sizes[-1]
     model, _, precision, length, machine = conditions
     where = f"{model}, {machine}, {precision}, length {length}, batch {batch}"
+    if any(row.get("graphs") for row in rows):
+        where += ", CUDA graphs"
     return where, [row for row in rows if row["batch"] == batch and row["engine"] != "plain"]
 
 
