@@ -32,7 +32,7 @@ CASES = [("mtem", {"engine": engine}) for engine in ("layerwise", "forward", "ta
 CASES += [("mtem", {"virtual_step": False, "index_schedule": "assumption-2"}), ("mtem", {"ema_decay": 0.0, "mask_ratio": 0.0})]
 CASES += [("mtem", {"optimizer": "sgd", "annealing": False, "index_step": "rms"})]
 CASES += [(name, {}) for name in methods.METHODS if name != "mtem"]
-STEPS = 9
+STEPS = 7
 
 
 def make_trainer(encoder, name, device="cpu", precision=None, capture=None, labeled=True, double=False, **changes):
@@ -93,11 +93,9 @@ def assert_same_run(one, other, tolerance):
 # ---------------------------------------------------------------------- the same results
 
 
-@pytest.mark.parametrize("labeled", [False, True])
-@pytest.mark.parametrize("name, changes", CASES)
+# Labeled target texts make a difference to biat, dann and wind.
+@pytest.mark.parametrize("name, changes, labeled", [*((*case, True) for case in CASES), ("biat", {}, False), ("dann", {}, False)])
 def test_a_replayed_step_is_the_step(encoder, name, changes, labeled):
-    if methods.get(name).needs_target_labels and not labeled:
-        pytest.skip("needs labeled target texts")
     if changes.get("engine") == "forward":
         pytest.skip("the tape cannot read the tensors of forward-mode differentiation: the test on a GPU must do")
     changes = {
@@ -107,9 +105,10 @@ def test_a_replayed_step_is_the_step(encoder, name, changes, labeled):
     }  # Adam divides by the size of gradients that are mere rounding
     expected = run(make_trainer(encoder, name, labeled=labeled, **changes))
     replayed = make_trainer(encoder, name, labeled=labeled, capture=tape.capture, **changes)
-    assert_same_run(run(replayed), expected, 1e-5)
+    found = run(replayed)
+    assert_same_run(found, expected, 1e-5)
     assert replayed.graphs.active and 0 < replayed.graphs.count < STEPS - 1
-    assert len({line["learning_rate"] for line in run(replayed)[1]}) > 1  # the rate of a replay is not that of its capture
+    assert len({line["learning_rate"] for line in found[1]}) == STEPS  # the rate of a replay is not that of its capture
 
 
 def pretrainer(encoder, device="cpu", capture=None, **changes):
