@@ -237,6 +237,26 @@ def test_a_failed_capture_changes_nothing_and_is_reported_once(encoder, caplog, 
     assert caplog.text.count("without CUDA graphs") == 1 and not trainer.graphs.active and not trainer.graphs.count
 
 
+def test_after_a_failed_capture_nothing_is_replayed(encoder):
+    """The generator of the earlier graphs belongs to the failed capture."""
+    captures = []
+
+    def once(run):
+        captures.append(run)
+        if len(captures) > 1:
+            raise RuntimeError("no")
+        return tape.capture(run)
+
+    method, steps, trainer = counted(encoder, once)
+    for length in (8, 12):
+        for number in range(3):
+            steps.step(number, batch(trainer, 4, length), None)
+    assert (len(captures), steps.count, steps.active) == (2, 0, False)
+    calls = method.calls
+    steps.step(0, batch(trainer, 4, 8), None)
+    assert method.calls == calls + 1
+
+
 def test_a_replayable_step_that_logs_a_number_is_refused(encoder):
     class Numbers(SourceOnly):
         def step(self, number, source, target, update):

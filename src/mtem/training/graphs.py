@@ -181,6 +181,7 @@ class StepGraphs:
             replay()
             return _Graph(static, values, log, replay)
         self.active = False
+        self._graphs = {}  # they draw from a generator that still takes itself to be captured
         self.method.model.zero_grad(set_to_none=True)
         checkpoints.restore_random_state(state, context.generator)
         logger.warning("steps run without CUDA graphs: one could not be captured (%s)", reason)
