@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: no test may depend on a network
@@ -220,3 +221,22 @@ def worse(encoder, tmp_path_factory) -> dict:
     method = rehearsed.write_method(place, "worse")
     result = mtem.rehearse(**request, method=method, learning_rates=[3e-3], output=place / "rehearsal")
     return {"rehearsal": result, "path": place / "rehearsal", "request": request, "method": method}
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """The command line in this process: (exit code, standard output, standard error)."""
+    from mtem.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mtem", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 import mtem
 from mtem import inference, metagrad, methods, models, settings
-from mtem.cli import main
 from mtem.data.loading import load_corpus
 from mtem.data.threads import Thread
 from mtem.errors import RequestError
@@ -599,21 +597,6 @@ def test_many_shapes_of_encoders_embed(tmp_path):
 
 
 # ---------------------------------------------------------------------- the command line
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mtem", *map(str, arguments)])
-        code = 0
-        try:
-            main.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 def test_a_session_on_the_command_line(files, vectors, tmp_path, command):
