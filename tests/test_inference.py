@@ -133,13 +133,21 @@ def test_so_they_are_for_threads(tmp_path):
     check(model, model.encode_threads([read(row, "here")[0] for row in rows]))
 
 
-def test_half_precision_stays_half_precision(bert):
+def test_half_precision_stays_half_precision(bert, monkeypatch):
     tokens = bert.encode_texts(TEXTS)
     exact = score(bert, tokens).logits
     bert.precision = torch.bfloat16
+    monkeypatch.setattr(type(bert), "autocast", lambda self: torch.autocast("cpu", dtype=self.precision))  # as on a GPU
     rough = score(bert, tokens).logits
     assert 1e-4 < np.abs(rough - exact).max() < 0.1
     np.testing.assert_allclose(rough, plainly(bert, tokens)[0], atol=0.05)
+
+
+def test_on_a_cpu_predictions_are_in_full_precision(bert):
+    tokens = bert.encode_texts(TEXTS)
+    exact = score(bert, tokens).logits
+    bert.precision = torch.bfloat16
+    np.testing.assert_array_equal(score(bert, tokens).logits, exact)
 
 
 def test_the_number_of_threads_changes_nothing(bert):

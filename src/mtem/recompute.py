@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from mtem.dropout import is_quick, quick_dropout
+
 
 class RandomState:
     """The state of torch's own random generators, of the CPU and of one device, when this object is made.
@@ -57,8 +59,8 @@ def recomputed(
 ) -> tuple[Tensor, ...]:
     """Return ``function(*tensors)``, whose activations are not kept: the backward pass calls the function a second time.
 
-    The second call has the parameters, the mode, the random state and the autocast state of the first one. Gradients of
-    gradients are refused.
+    The second call has the parameters, the mode, the random state, the kind of dropout and the autocast state of the first
+    one. Gradients of gradients are refused.
 
     Parameters
     ----------
@@ -143,6 +145,7 @@ class _Pass:
         self.training = module.training
         self.random = RandomState(device) if module.training else None  # without dropout nothing is drawn
         self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        self.quick_dropout = is_quick()
         self.count = len(parameters.values)
         parameters.values = []  # kept by autograd, until the backward pass
         self.parameters = parameters
@@ -160,6 +163,7 @@ class _Pass:
                 stack.callback(self.module.train, now)
             if self.random is not None:
                 stack.enter_context(self.random.again())
+                stack.enter_context(quick_dropout(self.quick_dropout))
             # Where autocast regions are nested, the cache would keep all casts, and the graphs behind them, until the last ends.
             enabled = self.dtype is not None
             stack.enter_context(torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled, cache_enabled=False))

@@ -16,6 +16,7 @@ from mtem.data.loading import load_corpus
 from mtem.errors import RequestError, RunError
 from mtem.methods.base import Context
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
+from mtem.models import text
 from mtem.models.text import TextModel
 from mtem.models.trees.model import BigcnModel, BigcnSettings
 from mtem.progress import Progress
@@ -388,6 +389,32 @@ def test_devices_and_precisions(monkeypatch):
     assert find_precision("bf16", CPU) is torch.bfloat16
     with pytest.raises(RequestError, match="fp16 needs a GPU"):
         find_precision("fp16", CPU)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"), [({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16), ({}, None)]
+)
+def test_wide_encoders_are_trained_in_bf16_on_a_cpu_that_has_it(capabilities, expected, model, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert find_precision("auto", CPU, model) is None  # 32 values: nothing to gain
+    monkeypatch.setattr(text, "WIDE", model.hidden_width)
+    assert find_precision("auto", CPU, model) is expected
+    assert find_precision("fp32", CPU, model) is None
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # before torch 2.6
+    assert find_precision("auto", CPU, model) is None
+
+
+def test_on_a_cpu_only_passes_with_gradients_are_rounded(model):
+    model.eval()
+    inputs = model.collate(model.encode_texts(["one two", "three"]), np.arange(2))
+    with torch.no_grad():
+        expected = model(inputs)
+    model.precision = torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(model(inputs), expected)
+    rounded = model(inputs)
+    assert not torch.equal(rounded, expected)
+    assert torch.allclose(rounded, expected, atol=0.05)
 
 
 def test_rates_follow_frozen_layers_unless_given(encoder):

@@ -374,7 +374,8 @@ class Model(nn.Module, abc.ABC):
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of one forward pass in the model's `precision`."""
         # One region per forward: autocast keeps copies of the weights while it is open, and they change between forwards.
-        if self.precision is None:
+        # On a CPU only training passes are rounded, so that probabilities depend neither on its kind nor on the batch.
+        if self.precision is None or (self.device.type == "cpu" and not torch.is_grad_enabled()):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
 
@@ -395,6 +396,11 @@ class Model(nn.Module, abc.ABC):
         A model that can has the other members of this section, and its encoded corpora are `Tokens`.
         """
         return "this model cannot be pretrained on masked words; use pretrain_epochs=0"
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the matrices are large enough to be multiplied faster in bf16 on a CPU that has it."""
+        return False
 
     def hide_words(self, inputs: Inputs, generator: torch.Generator) -> tuple[Inputs, Tensor, Tensor]:
         """Return a batch with some words hidden, their places, and the words; see `mtem.models.masked_words.hide_words`."""

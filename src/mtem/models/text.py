@@ -19,6 +19,7 @@ from mtem.capture import is_recording
 from mtem.data.batching import on_device
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
+from mtem.dropout import quick_dropout
 from mtem.errors import RequestError
 from mtem.models import augment, encoders, integrity, masked_words, pretrained
 from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 # Architectures in which every layer attends to all positions and passes a mask with four axes on unchanged.
 SAME_MASK_IN_ALL_LAYERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+WIDE = 256  # hidden states of that many values or more gain by bf16 on a CPU
 SMALL_WIDTH = 512  # encoders with narrower hidden states are pretrained at a larger learning rate
 COSINE = "mtem_cosine_temperature"  # in the configuration of a model whose head was a CosineHead
 
@@ -314,7 +316,7 @@ class TextModel(Model):
         """Return float32 logits of one pass with all texts, [N, K]."""
         inputs = self.prepare(inputs)
         noise, mask = inputs.get("noise"), self._mask(inputs)
-        with self.autocast(), self._recomputed_layers(), _no_new_mask(mask):
+        with self.autocast(), self._quick_dropout(), self._recomputed_layers(), _no_new_mask(mask):
             if "hidden" in inputs:
                 hidden = inputs["hidden"] if noise is None else inputs["hidden"] + noise
                 out = self._upper[0](inputs_embeds=hidden, attention_mask=mask)
@@ -323,6 +325,9 @@ class TextModel(Model):
                     out = self.network(input_ids=inputs["input_ids"], attention_mask=mask)
         logits: Tensor = out.logits
         return logits.float()
+
+    def _quick_dropout(self) -> contextlib.AbstractContextManager[None]:
+        return quick_dropout(self.training and self.device.type == "cpu")
 
     def all_positions(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the last layer is computed at all positions, for those who read hidden states."""
@@ -419,7 +424,7 @@ class TextModel(Model):
     def hidden_states(self, inputs: Inputs) -> Tensor:
         """Return the output of the last layer at all positions, [N, L, D]."""
         mask = self._mask(inputs)
-        with self.autocast(), self.all_positions(), self._recomputed_layers(), _no_new_mask(mask):
+        with self.autocast(), self._quick_dropout(), self.all_positions(), self._recomputed_layers(), _no_new_mask(mask):
             out = self.network.base_model(input_ids=inputs["input_ids"], attention_mask=mask)
         states: Tensor = out.last_hidden_state
         return states
@@ -428,6 +433,11 @@ class TextModel(Model):
     def hidden_width(self) -> int:
         """The width of the hidden states."""
         return int(self.network.config.hidden_size)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the hidden states are wide."""
+        return self.hidden_width >= WIDE
 
     @property
     def word_embeddings(self) -> nn.Embedding:

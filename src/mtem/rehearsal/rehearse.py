@@ -37,7 +37,7 @@ from mtem.run.source_model import data_identity
 from mtem.selection.left_out import LeftOut, to_tensors
 from mtem.selection.rehearsed import LEFT_OUT, RECORD, Rehearsal
 from mtem.tensors import write_tensors
-from mtem.training.devices import find_device, find_precision
+from mtem.training.devices import find_device
 from mtem.training.pretraining import check_pretraining, pretrain
 
 HARDLY_BETTER = 0.05  # in accuracy
@@ -249,7 +249,7 @@ def untrained(corpus: Corpus, plan: Plan, method: str | None = None) -> Model:
     device = find_device(chosen.training.device)
     name = models.find(plan.model, chosen.model)
     corpora = Corpora(corpus, corpus.unlabeled(), None)
-    return create_model(name, corpora, chosen, SourceOnly, None, device, find_precision(chosen.training.precision, device))
+    return create_model(name, corpora, chosen, SourceOnly, None, device)
 
 
 def text_features(corpus: Corpus, plan: Plan, progress: Progress) -> np.ndarray:

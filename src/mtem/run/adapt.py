@@ -152,7 +152,7 @@ def adapt(
         logger.warning(settings_differ(other))
         advice = None
     device = find_device(chosen.training.device)
-    precision = find_precision(chosen.training.precision, device)
+    find_precision(chosen.training.precision, device)  # refuses one that the device does not have
     path = Path(output) if output is not None else None
     if path is not None:
         RunDirectory(path).check_available(resume)
@@ -170,7 +170,7 @@ def adapt(
     if resume and path is not None and is_finished(RunDirectory(path), request):
         logger.info("%s: this run is finished already", path)
         return Adapted.load(path)
-    network = create_model(name, corpora, chosen, method_cls, source_model, device, precision)
+    network = create_model(name, corpora, chosen, method_cls, source_model, device)
     if pretrained is not None:
         begin_pretrained(network, pretrained)
     with contextlib.ExitStack() as stack:
@@ -364,7 +364,6 @@ def create_model(
     method_cls: type[Method],
     source_model: Adapted | None,
     device: torch.device,
-    precision: torch.dtype | None,
 ) -> Model:
     """Return the model before any training, or with the weights of `source_model`."""
     training = chosen.training
@@ -380,7 +379,7 @@ def create_model(
         begin_from(model, source_model)
     if model.max_length is not None and model.max_length < training.max_length:
         logger.warning(diagnostics.text_cut(training.max_length, model.max_length))
-    model.precision = precision
+    model.precision = find_precision(training.precision, device, model)
     model.save_memory(training.microbatches, training.activation_checkpointing)
     model.freeze(layers_to_freeze(training, model))
     return model

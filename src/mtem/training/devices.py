@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mtem.errors import RequestError
+from mtem.models.base import Model
 
 DEVICES = ("cpu", "cuda", "mps")
 
@@ -23,10 +26,18 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def find_precision(name: str, device: torch.device) -> torch.dtype | None:
-    """Return the autocast type of a precision; None is full precision."""
+def find_precision(name: str, device: torch.device, model: Model | None = None) -> torch.dtype | None:
+    """Return the autocast type of a precision; None is full precision. On a CPU "auto" depends on the model."""
     if name == "auto":
-        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        on_cpu = device.type == "cpu" and model is not None and model.is_wide and cpu_has_bf16()
+        name = "bf16" if on_gpu or on_cpu else "fp32"
     if name == "fp16" and device.type != "cuda":
         raise RequestError(f"precision=fp16 needs a GPU; this is {device.type}: use fp32")
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether the CPU multiplies bf16 matrices by instructions of its own; others are slower with bf16 than without."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))

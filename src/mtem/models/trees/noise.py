@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtem.dropout import LEVELS, LOWEST, random_numbers
 from mtem.models.base import Inputs
 from mtem.models.trees.bigcn import Features, Graph, Sparse
-
-_BITS = 16  # random ones for each draw
 
 
 class Noise(NamedTuple):
@@ -171,14 +170,13 @@ class _DroppedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, positive: Sequence[Tensor], sizes: list[int], rate: float) -> Tensor:
-        limit = round(rate * 2**_BITS)  # the rate is rounded to a multiple of 1/65,536
-        ctx.scale = 2**_BITS / (2**_BITS - limit)
+        limit = round(rate * LEVELS)  # the rate is rounded to a multiple of 1/65,536
+        ctx.scale = LEVELS / (LEVELS - limit)
         ctx.sizes, products = sizes, []
         saved = [weight]
         for row, columns, size in zip(values * ctx.scale, positive, sizes, strict=True):
             count = size * len(columns)
-            draws = torch.empty(-(-count * _BITS // 64), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-            kept = torch.ge(draws[:count], limit - 2 ** (_BITS - 1), out=values.new_empty(count))  # 0 and 1
+            kept = torch.ge(random_numbers(count), LOWEST + limit, out=values.new_empty(count))  # 0 and 1
             matrix = kept.view(size, -1).mul_(row.index_select(0, columns))
             products.append((matrix @ weight.index_select(0, columns)).to(weight.dtype))
             saved += [columns, matrix]
