@@ -244,7 +244,15 @@ class _Training:
         self.target = Stream(model, encoded[1], np.arange(args.texts), None, args.batch, args.seed + 1)
         steps = args.passes * self.source.per_epoch
         method_cls = methods.get(name)
-        context = Context(steps, args.texts, 2, torch.Generator().manual_seed(args.seed), lambda: 1e-4, source_size=args.texts)
+        context = Context(
+            steps,
+            args.texts,
+            2,
+            torch.Generator().manual_seed(args.seed),
+            lambda: 1e-4,
+            source_size=args.texts,
+            **TrainingSettings().teacher_and_view(1000, frozen=model.frozen_layers > 0),
+        )
         method = method_cls(model, method_cls.Settings(), context)
         self.trainer = Trainer(
             method, TrainingSettings(), name=name, steps=steps, learning_rate=1e-4, source=self.source,

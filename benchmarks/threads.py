@@ -66,7 +66,15 @@ class Data:
         )
         target = Stream(model, self.target, np.arange(len(self.target)), None, args.batch, args.seed + 1)
         generator = torch.Generator().manual_seed(args.seed)
-        context = Context(args.steps, len(self.target), len(model.classes), generator, lambda: RATE, source_size=len(self.labels))
+        context = Context(
+            args.steps,
+            len(self.target),
+            len(model.classes),
+            generator,
+            lambda: RATE,
+            source_size=len(self.labels),
+            **TrainingSettings().teacher_and_view(1000),
+        )
         if len(few):
             context.target_labeled_rows = torch.from_numpy(few)
             context.target_labeled = Stream(model, self.source, few, self.labels, texts_per_batch(args.batch, 0.5), args.seed + 1)

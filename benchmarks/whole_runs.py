@@ -57,6 +57,7 @@ class Steps:
         context = Context(
             1000, count, 2, torch.Generator().manual_seed(0), lambda: 2e-5, source_size=count,
             target_labeled_rows=torch.from_numpy(few).to(device), target_labeled=labeled,
+            **TrainingSettings().teacher_and_view(1000),
         )  # fmt: skip
         settings = TrainingSettings(cuda_graphs=graphs, log_every=1000)
         self.trainer = Trainer(

@@ -16,18 +16,21 @@ from tests.conftest import make_texts
 
 CLASSES = ["bad", "good"]
 SOURCE, TARGET, TARGET_LABELED, SIZE = 40, 30, 6, 8  # numbers of source, target and labeled target texts, and of a batch
+RECIPE = {"ema_decay": 0.0, "view": "mixed", "view_strength": 0.3}  # of the run, for all methods
 
 
 class Bench:
     """A source and a target set, batches of them, and updates that are literally theta - rate * factor * gradient.
 
     With `target_labeled`, labeled target texts are the last of the labeled rows. The model is in evaluation mode until a method
-    changes it. With `dropout=False` there is no dropout in training mode either.
+    changes it. With `dropout=False` there is no dropout in training mode either. `changes` are settings of the method, or of the
+    recipe.
     """
 
     def __init__(
         self, method_cls, encoder, learning_rate=0.05, steps=12, seed=0, target_labeled=False, dropout=True, frozen=0, **changes
     ):
+        recipe = {name: changes.pop(name, value) for name, value in RECIPE.items()}
         torch.manual_seed(seed)
         self.model = TextModel.create(encoder, CLASSES, max_length=16, attention="eager").to(torch.float32)
         settings = method_cls.Settings(**changes)
@@ -46,7 +49,7 @@ class Bench:
         self.target_tokens = self.model.encode(load_corpus([text for text, _ in target], labeled=False))
         self.target_labels = torch.tensor([CLASSES.index(label) for _, label in target])
         self.context = Context(
-            steps, TARGET, 2, torch.Generator().manual_seed(seed), lambda: learning_rate, source_size=len(labeled)
+            steps, TARGET, 2, torch.Generator().manual_seed(seed), lambda: learning_rate, source_size=len(labeled), **recipe
         )
         self.context.target_labeled_rows = torch.arange(SOURCE, len(labeled))
         if target_labeled:
@@ -90,7 +93,9 @@ class Bench:
         """One step of the method, on batches drawn for it unless they are given."""
         if source is None or target is None:
             source, target = self.batches()
-        return self.method.step(number, source, target, self.update)
+        log = self.method.step(number, source, target, self.update)
+        self.method.update_average()
+        return log
 
     def train_source(self, steps=60) -> None:
         """Some plain steps on the source loss, so that the model has learned something."""

@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--theta", type=Path, required=True)
     parser.add_argument("--pretrain", type=float, default=0.0)
     parser.add_argument("--runs", required=True, help="METHOD:SETTING=VALUE:..., separated by commas")
+    parser.add_argument("--set", action="append", default=[], help="SETTING=VALUE of the source model and of all runs")
     parser.add_argument("--texts", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
@@ -59,7 +60,7 @@ def main() -> None:
     unlabeled = list(division.unlabeled)[: args.texts]
     common = {
         "model": args.model, "seed": args.seed, "left_out_models": 0, "frozen_layers": 0, "progress": Progress(quiet=True),
-        "pretrain_epochs": args.pretrain,
+        "pretrain_epochs": args.pretrain, **dict(item.split("=", 1) for item in args.set),
     }  # fmt: skip
     test = load_corpus(division.test, labeled=False, name="test")
     sources = dict(sorted(data.sources.items()))
@@ -81,7 +82,8 @@ def main() -> None:
 
 
 def write(args: argparse.Namespace, row: dict[str, Any], adapted: Any) -> None:
-    row = {"target": args.target, "seed": args.seed, "model": Path(args.model).name, "pretrain_epochs": args.pretrain, **row}
+    about = {"target": args.target, "seed": args.seed, "model": Path(args.model).name, "pretrain_epochs": args.pretrain}
+    row = {**about, "set": args.set, **row}
     row |= {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "stages": adapted.record["seconds"]}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as file:

@@ -193,7 +193,7 @@ class Watch:
         result = np.zeros(len(labels))
         model.eval()
         for rows in np.array_split(np.argsort(np.asarray(self.tokens.lengths)), max(1, len(labels) // 100)):
-            inputs = model.augment(model.collate(self.tokens, rows), pilot.settings.view, pilot.settings.strength, generator)
+            inputs = model.augment(model.collate(self.tokens, rows), pilot.context.view, pilot.context.view_strength, generator)
             probs = torch.softmax(model(model.prepare(inputs)).float(), dim=-1).cpu().numpy()
             result[rows] = probs[np.arange(len(rows)), labels[rows]]
         return result

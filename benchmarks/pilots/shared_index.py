@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mtem import tsallis
 from mtem.metagrad import layerwise
-from mtem.methods.base import Batch, Context, StepLog, Update, functional, without_dropout
+from mtem.methods.base import Batch, Context, StepLog, Update
 from mtem.methods.mtem import Mtem, MtemSettings
 from mtem.models.base import Model
 from mtem.settings import setting
@@ -38,8 +38,6 @@ class PilotSettings(MtemSettings):
     trust: str = setting("fixed", "where the index comes from", choices=("fixed", "threshold", "per-text", "shared"))
     outer: str = setting("source", "whose labels the outer loop uses", choices=("source", "kept"))
     threshold: float = setting(0.95, "smallest probability of a label, with trust=threshold", low=0.0, high=1.0)
-    view: str = setting("mixed", "the student's view", choices=("mixed", "mask", "delete", "swap", "dropout"))
-    strength: float = setting(0.3, "share of the words that the view changes", low=0.0, high=1.0)
     shared_rate: float = setting(0.02, "learning rate of w (Adam)", low=0.0)
     start: float = setting(-4.0, "constant in w at the start: psi - 1 = softplus(start)")
 
@@ -75,8 +73,7 @@ class Pilot(Mtem):
         self.stable[rows] = torch.where(visited, 0.7 * self.stable[rows] + 0.3 * unchanged, self.stable[rows])
         self.previous[rows] = labels
 
-        student = self.model.augment(target.inputs, settings.view, settings.strength, self.context.generator)
-        student = self.model.prepare(student)
+        student = self.model.prepare(self.student_view(target.inputs))
         learned = settings.trust in ("per-text", "shared")
         outer = layerwise.source_gradient(self.recorder, lambda: [self.outer_loss(source, kept)]) if learned else None
         self.model.train()
@@ -103,14 +100,11 @@ class Pilot(Mtem):
         ours = (~kept).float()
         loss = (losses * ours).sum() / ours.sum().clamp_min(1)
         update(loss, gradients=gradients)
-        parameters = [parameter.detach() for parameter in self.model.trainable().values()]
-        torch._foreach_lerp_(list(self.average.values()), parameters, 1 - settings.ema_decay)
         return {"source_loss": loss.detach(), "weight": weights.mean(), "index": self.index[rows].mean()}
 
     @torch.no_grad()
     def teacher_labels(self, target: Batch) -> tuple[Tensor, Tensor]:
-        with without_dropout(self.model):
-            logits = self.context.align(functional(self.model, self.average, self.model.prepare(target.inputs)))
+        logits = self.context.align(self.teacher_logits(self.model.prepare(target.inputs)))
         sure, labels = torch.softmax(logits, dim=-1).max(dim=-1)
         return labels, sure
 
@@ -141,9 +135,7 @@ class Pilot(Mtem):
     def signal(self, target: Batch, outers: list[Batch]) -> dict[str, Any]:
         """Return how far the gradients of disjoint outer batches agree for the same texts: by text, and in w."""
         labels, sure = self.teacher_labels(target)
-        student = self.model.prepare(
-            self.model.augment(target.inputs, self.settings.view, self.settings.strength, self.context.generator)
-        )
+        student = self.model.prepare(self.student_view(target.inputs))
         per_text, shared = [], []
         for batch in outers:
             all_rows = torch.ones(len(batch.rows), dtype=torch.bool, device=batch.rows.device)

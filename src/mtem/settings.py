@@ -21,7 +21,8 @@ from mtem.errors import RequestError
 RENAMED = {
     "clip": "max_grad_norm",
     "coldest": "temperature_end",
-    "corruption": "mask_ratio",
+    "corruption": "view_strength",
+    "mask_ratio": "view_strength",
     "discriminator_rate": "discriminator_learning_rate_ratio",
     "head_rate": "head_learning_rate_ratio",
     "hottest": "temperature_start",
@@ -31,6 +32,8 @@ RENAMED = {
     "rate": "learning_rate",
     "source_rate": "source_learning_rate",
     "target_head_rate": "target_head_learning_rate_ratio",
+    "strength": "view_strength",
+    "strong": "view",
     "teacher": "ema_decay",
     "virtual_rate": "virtual_learning_rate",
     "warmup": "warmup_ratio",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtem.atomic import write_json
+from mtem.methods.source_only import SourceOnly
 
 # A cell's protocol is part of its address: the last of these numbers that changed what such a cell computes. To change the rules,
 # or the default of a setting, add a number and say which cells it concerns; the others stay where they are.
@@ -18,20 +19,27 @@ from mtem.atomic import write_json
 #      number of labeled target texts in a step (target_labeled_share=0.5)
 #   3  learning rate, passes and assumed class shares come from rehearsals among the sources, not from a search in the cell: all
 #      cells that adapt
+#   4  the average of the weights and the view of the texts are settings of the run, the same for all methods: all cells that
+#      adapt
 SEMI_SUPERVISED = "semi-supervised"
 PLACE = ("dataset", "model", "setting", "pool")
 
 
-def protocol_of(setting: str, prior: str, oracle: bool, rehearsed: bool = False) -> int:
+def protocol_of(setting: str, prior: str, oracle: bool, adapts: bool = False) -> int:
     """Return the number of the rules that a cell is run under."""
-    if rehearsed:
-        return 3
+    if adapts:
+        return 4
     return 2 if setting == SEMI_SUPERVISED or prior != "none" or oracle else 1
 
 
 def current_protocol(result: Mapping[str, Any]) -> int:
     """Return the number of the rules that a result would be run under today."""
-    return 3 if result["method"] != "source-only" else _searched_protocol(result)
+    return 4 if adapts(result["method"]) else _searched_protocol(result)
+
+
+def adapts(method: str) -> bool:
+    """Return whether cells of a method adapt."""
+    return method != SourceOnly.name
 
 
 def _searched_protocol(result: Mapping[str, Any]) -> int:
@@ -70,7 +78,7 @@ class Cell:
     @property
     def protocol(self) -> int:
         """The number of the rules that the cell is run under."""
-        return protocol_of(self.setting, self.changed.get("target_class_prior", "none"), self.oracle, self.rehearsed)
+        return protocol_of(self.setting, self.changed.get("target_class_prior", "none"), self.oracle, adapts(self.method))
 
     @property
     def address(self) -> Path:

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from mtem.errors import RequestError
 from mtem.methods.base import Batch, Context
-from mtem.methods.mtem import PAPER, Mtem, MtemSettings
+from mtem.methods.mtem import PAPER, Mtem, MtemSettings, PseudoLabels
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
 from mtem.models.text import TextModel
 from mtem.progress import Progress
@@ -86,9 +86,9 @@ class Probe(Mtem):
     labels: Tensor
     gradient: Tensor
 
-    def sample_labels(self, logits: Tensor, temperature: float | Tensor) -> Tensor:
+    def sample_labels(self, logits: Tensor, temperature: float | Tensor) -> PseudoLabels:
         """Return the given labels."""
-        return self.labels
+        return PseudoLabels(self.labels)
 
     def updated_index(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
         """Keep the gradient, then move the indexes."""

@@ -365,7 +365,7 @@ def test_the_target_is_the_source(mtem, reviews, encoder, tmp_path):
         (["--set", "epochs=many"], "epochs=many: expected a number"),
         (["--set", "learning_rate=nan"], "learning_rate=nan"),
         (["--set", "learning_rate=" + "9" * 400], "learning_rate=inf"),
-        (["--set", "mask_ratio=2"], "between 0.0 and 0.9"),
+        (["--set", "view_strength=2"], "between 0.0 and 1.0"),
         (["--set", "preset=paper"], "'preset' is an option, not a setting"),
         (["--set", "output=elsewhere"], "'output' is an option, not a setting"),
         (["--set", "index_low=3", "--set", "index_high=2"], "index_high=2.0: expected a value above index_low=3.0"),

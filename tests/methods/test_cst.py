@@ -193,7 +193,7 @@ def settings_of(constants):
 )
 def test_trajectory_is_the_formula(encoder, classes, frozen, strong, rho, adaptive):
     constants = CONSTANTS._replace(rho=rho, adaptive=adaptive)
-    ours = prepared(encoder, classes, frozen=frozen, strong=strong, **settings_of(constants))
+    ours = prepared(encoder, classes, frozen=frozen, view=strong, **settings_of(constants))
     both, theta, changed, shares = Both(ours.model), ours.weights(), 0, []
     for number in range(5):
         source, target = ours.batches()
@@ -304,7 +304,7 @@ def test_without_sam_there_is_one_pass_at_theta(encoder):
 
 
 def test_both_passes_see_the_same_texts_with_other_dropout(encoder, monkeypatch):
-    bench = Bench(Cst, encoder, rho=1e-12, strong="mixed", threshold=0.0)
+    bench = Bench(Cst, encoder, rho=1e-12, view="mixed", threshold=0.0)
     seen, forward = [], type(bench.model).forward
 
     def watching(self, inputs):
@@ -358,7 +358,7 @@ def test_sam_finds_its_direction_in_half_precision():
 SHORT = {"source_epochs": 1, "steps": 5, "evaluations": 2}
 
 
-@pytest.mark.parametrize("changes", [{}, {"frozen_layers": 1}, {"preset": "paper", "strong": "mask", "frozen_layers": 1}])
+@pytest.mark.parametrize("changes", [{}, {"frozen_layers": 1}, {"preset": "paper", "view": "mask", "frozen_layers": 1}])
 def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, changes):
     asked = {**tiny, "method": "cst", "threshold": 0.6, "log_every": 1, "checkpoint_seconds": 0.0, **SHORT, **changes}
     mtem.adapt(**asked, output=tmp_path / "whole")

@@ -18,7 +18,7 @@ from tests.conftest import make_texts, write_jsonl
 from tests.reference import fixmatch as reference
 from tests.tolerance import assert_near, assert_weights_near
 
-STILL = {"strong": "dropout", "dropout": False}  # both views are the text itself
+STILL = {"view": "dropout", "dropout": False}  # both views are the text itself
 
 
 def prepared(encoder, threshold=0.75, classes=2, **changes):
@@ -60,7 +60,7 @@ def spied(monkeypatch, bench):
     [(2, 0, "mixed", "plain"), (3, 0, "mask", "dropout"), (2, 1, "mixed", "plain"), (2, 1, "mask", "plain")],
 )
 def test_trajectory_is_the_formula(encoder, classes, frozen, strong, weak):
-    ours = prepared(encoder, 0.75, classes, frozen=frozen, strong=strong, weak=weak, weight=0.7)
+    ours = prepared(encoder, 0.75, classes, frozen=frozen, view=strong, weak=weak, weight=0.7)
     theta, shares = ours.weights(), []
     for number in range(5):
         source, target = ours.batches()
@@ -130,7 +130,7 @@ def test_weight_multiplies_the_target_loss(encoder):
 
 @pytest.mark.parametrize("weak", ["plain", "dropout"])
 def test_which_pass_sees_what(encoder, monkeypatch, weak):
-    bench = Bench(FixMatch, encoder, weak=weak, strong="swap", strength=1.0)
+    bench = Bench(FixMatch, encoder, weak=weak, view="swap", view_strength=1.0)
     seen = spied(monkeypatch, bench)
     source, target = bench.batches()
     for _ in range(2):  # the second step begins in the mode the first one ended in
@@ -177,7 +177,7 @@ def test_single_texts_and_single_classes(encoder, source_rows, target_rows, prec
 SHORT = {"source_epochs": 1, "steps": 5, "evaluations": 2}
 
 
-@pytest.mark.parametrize("changes", [{}, {"frozen_layers": 1}, {"frozen_layers": 1, "strong": "mask"}])
+@pytest.mark.parametrize("changes", [{}, {"frozen_layers": 1}, {"frozen_layers": 1, "view": "mask"}])
 def test_a_stopped_run_resumes_to_the_same_weights(tiny, tmp_path, monkeypatch, changes):
     asked = {**tiny, "method": "fixmatch", "threshold": 0.6, "log_every": 1, "checkpoint_seconds": 0.0, **SHORT, **changes}
     mtem.adapt(**asked, output=tmp_path / "whole")

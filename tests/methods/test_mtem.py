@@ -10,12 +10,12 @@ import torch
 from mtem import annealing
 from mtem.errors import RequestError
 from mtem.methods.base import Batch, cross_entropy, functional
-from mtem.methods.mtem import PAPER, Mtem, MtemSettings
-from tests.bench import Bench
+from mtem.methods.mtem import PAPER, Mtem, MtemSettings, PseudoLabels
+from tests.bench import RECIPE, Bench
 from tests.reference import algorithm1
 
 OWN = {field.name for field in dataclasses.fields(MtemSettings)}
-LITERAL = {name: value for name, value in PAPER.items() if name in OWN}
+LITERAL = {name: value for name, value in PAPER.items() if name in OWN or name in RECIPE}
 
 
 class Setting(Bench):
@@ -79,7 +79,7 @@ def test_ablations_of_annealing_and_sampling(encoder):
     _, target = greedy.batches()
     with torch.no_grad():
         wanted = greedy.model.eval()(target.inputs).argmax(dim=1)
-    assert torch.equal(greedy.method.pseudo_labels(target, 5.0), wanted)
+    assert torch.equal(greedy.method.pseudo_labels(target, 5.0).labels, wanted)
 
 
 @pytest.mark.parametrize("kind", ["sign", "soft", "rms", "norm", "raw"])
@@ -106,8 +106,10 @@ def test_index_falls_where_the_pseudo_label_helps_the_source(encoder):
         ours.update(cross_entropy(ours.model(source.inputs), source.labels))
     source, _ = ours.batches()
     right = Batch(source.inputs, None, torch.arange(8))
-    gradient = ours.method.index_gradient(right.inputs, source.labels, right.rows, source).gradient
-    wrong = ours.method.index_gradient(right.inputs, 1 - source.labels, right.rows, source).gradient
+    gradient, wrong = (
+        ours.method.index_gradient(right.inputs, PseudoLabels(labels), right.rows, source).gradient
+        for labels in (source.labels, 1 - source.labels)
+    )
     assert gradient.mean() > 0 > wrong.mean()
 
 
@@ -115,11 +117,46 @@ def test_teacher_is_the_running_average_and_is_what_is_kept(encoder):
     ours = Setting(encoder, ema_decay=0.9)
     expected = ours.weights()
     for number in range(3):
-        ours.method.step(number, *ours.batches(), ours.update)
+        ours.step(number)
         expected = {name: 0.9 * expected[name] + 0.1 * value for name, value in ours.weights().items()}
     for name, value in ours.method.weights().items():
         torch.testing.assert_close(value, expected[name])
     assert any(not torch.allclose(value, ours.method.weights()[name]) for name, value in ours.weights().items())
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "forward", "second-order", "taylor"])
+def test_texts_below_the_threshold_are_as_if_they_were_not_there(encoder, engine):
+    """Weights and indexes move as in a step on the trusted texts alone, whose mean is over fewer texts."""
+    changes = {"engine": engine, "sampling": False, "index_learning_rate": 500.0, "source_weight": 1.0, "target_weight": 2.0}
+    bench = Setting(encoder, **changes)
+    bench.train_source()
+    start = bench.weights()
+    source, target = bench.batches()
+    with torch.no_grad():
+        sure = torch.softmax(bench.model.eval()(target.inputs), dim=1).amax(dim=1)
+    threshold = float(sure.sort().values[3:5].mean())
+    rows = target.rows[sure >= threshold]
+    assert 0 < len(rows) < len(target.rows)
+
+    def stepped(batch, rate, **more):
+        ours = Setting(encoder, learning_rate=0.05, virtual_learning_rate=rate, **{**changes, **more})
+        for name, value in ours.model.trainable().items():
+            value.data.copy_(start[name])
+        log = ours.method.step(0, source, batch, ours.update)
+        return ours.weights(), ours.method.index, log
+
+    share = len(rows) / len(target.rows)
+    weights, index, log = stepped(target, 0.05, threshold=threshold)
+    # The mean over the trusted texts alone is larger by 1 / share: so is the inner step, and so is each index's gradient.
+    expected, expected_index, _ = stepped(
+        bench.target_batch(rows.numpy()), 0.05 * share, target_weight=2.0 * share, index_learning_rate=500.0
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-4)
+    tolerance = 2e-2 if engine == "taylor" else 1e-3
+    torch.testing.assert_close(index, expected_index, atol=tolerance, rtol=tolerance)
+    assert float(log["confident_share"]) == pytest.approx(share)
+    assert (index[rows] - 2).abs().min() > 0 and (index != 2).sum() == len(rows)
 
 
 def test_source_weight_adds_the_source_loss(encoder):
@@ -137,7 +174,7 @@ def test_state_round_trip(encoder):
         Setting(encoder, ema_decay=0.9, index_step="sign", index_learning_rate=0.5),
         Setting(encoder, seed=1, ema_decay=0.9),
     )
-    ours.method.step(0, *ours.batches(), ours.update)
+    ours.step()
     other.method.load_state({name: value.clone() for name, value in ours.method.state().items()})
     assert torch.equal(other.method.index, ours.method.index) and ours.method.index.std() > 0
     for name, value in ours.method.weights().items():

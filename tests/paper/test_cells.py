@@ -21,17 +21,17 @@ def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(
         result(2, seed)
         result(1, seed, prior="none", variant="out-as-is")  # nothing has changed for these
     result(1, 0, variant="dann")  # its estimate was made otherwise
-    result(3, 0)
+    result(4, 0)
     found = cells.read(tmp_path)
     assert sorted((cell["variant"], cell["seed"], cell["protocol"]) for cell in found.cells) == [
         ("mtem", 0, 2), ("mtem", 1, 2), ("out-as-is", 0, 1), ("out-as-is", 1, 1),
     ]  # fmt: skip
-    current = [("mtem", 2), ("mtem", 3), ("out-as-is", 1), ("out-as-is", 1)]
+    current = [("mtem", 2), ("mtem", 4), ("out-as-is", 1), ("out-as-is", 1)]
     assert sorted((cell["variant"], cell["protocol"]) for cell in found.current) == current, "of each run the newest"
     assert "| PHEME, bigcn, unsupervised | 4 | 2 | 1 |" in coverage.earlier_rules(found.cells, found.current)
-    result(3, 1)
+    result(4, 1)
     found = cells.read(tmp_path)
-    assert {cell["protocol"] for cell in found.cells if cell["variant"] == "mtem"} == {3}
+    assert {cell["protocol"] for cell in found.cells if cell["variant"] == "mtem"} == {4}
     assert coverage.earlier_rules(found.cells, found.current) == "None.\n"
 
 
@@ -50,7 +50,7 @@ def test_damaged_files_and_rehearsals_are_no_results(tmp_path):
     }
     path = cells.write(tmp_path, cell, result)
     cells.write(tmp_path, dataclasses.replace(cell, target="b"), {**result, "target": "b", "overrides": {"steps": "1"}})
-    cells.write(tmp_path, dataclasses.replace(cell, target="c"), {**result, "target": "c", "protocol": 4})
+    cells.write(tmp_path, dataclasses.replace(cell, target="c"), {**result, "target": "c", "protocol": 5})
     cells.write(tmp_path, dataclasses.replace(cell, factors=(9.0,)), {**result, "finished": "2025-01-01", "score": 0})
     path.with_name("half-a-0-00000000.json").write_text(path.read_text()[:40])
     path.with_name("list-a-0-00000000.json").write_text("[]")

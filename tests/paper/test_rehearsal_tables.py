@@ -139,9 +139,9 @@ def planned(results, **restricted):
 def test_cells_have_the_settings_of_their_rehearsals(results):
     cell = planned(results, variants=["mtem"], targets=["books"])[0]
     wanted = {"learning_rate": 5e-5, "epochs": 3.0, "stop_epochs": 3.0, "criterion": "last", "target_class_prior": "none"}
-    assert wanted.items() <= cell.given.items() and cell.factors == (1.0,) and cell.protocol == 3
+    assert wanted.items() <= cell.given.items() and cell.factors == (1.0,) and cell.protocol == 4
     searched = protocol.plan(["general"], "amazon", "minilm", "minilm", seeds=[0], variants=["mtem"], targets=["books"])[0]
-    assert searched.protocol == 1 and searched.address != cell.address
+    assert searched.protocol == 4 and searched.address != cell.address
     save(results, *whole("mtem", [0.80, 0.80, 0.85, 0.85], [0.81] * 4, factor=1.0))
     other = planned(results, variants=["mtem"], targets=["books"])[0]
     assert other.given["learning_rate"] == pytest.approx(2e-5) and other.address != cell.address
@@ -149,9 +149,9 @@ def test_cells_have_the_settings_of_their_rehearsals(results):
 
 def test_what_cannot_be_rehearsed_has_the_settings_of_mtem(results):
     wind = planned(results, variants=["wind"], targets=["books"])[0]
-    assert wind.method == "wind" and wind.given["learning_rate"] == 5e-5 and wind.protocol == 3
+    assert wind.method == "wind" and wind.given["learning_rate"] == 5e-5 and wind.protocol == 4
     paper = planned(results, variants=["mtem-paper"], targets=["books"])[0]
-    assert "learning_rate" not in paper.given and paper.factors == (1.0,) and paper.protocol == 3
+    assert "learning_rate" not in paper.given and paper.factors == (1.0,) and paper.protocol == 4
     out = planned(results, variants=["out"], targets=["books"])[0]
     assert out.protocol == 1 and out.given == protocol.plan(["general"], "amazon", "minilm", "minilm", variants=["out"])[0].given
 

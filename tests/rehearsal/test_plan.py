@@ -56,8 +56,8 @@ def test_classes_are_made_rarer_if_priors_are_compared():
 
 
 def test_a_setting_goes_to_the_methods_that_have_it():
-    found = plan("mtem", "fixmatch", threshold="0.7", batch_size="16")
-    assert found.settings_of("fixmatch") == {"threshold": 0.7, "batch_size": 16}
+    found = plan("mtem", "fixmatch", weak="dropout", batch_size="16")
+    assert found.settings_of("fixmatch") == {"weak": "dropout", "batch_size": 16}
     assert found.settings_of("mtem") == {"batch_size": 16} == found.settings_of("source-only")
 
 

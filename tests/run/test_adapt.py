@@ -385,7 +385,7 @@ def test_unknown_names_are_refused_with_what_there_is(tiny):
     with pytest.raises(RequestError, match="unknown preset"):
         adapt(tiny, preset="best")
     with pytest.raises(RequestError, match="between 0"):
-        adapt(tiny, mask_ratio=3.0)
+        adapt(tiny, view_strength=3.0)
 
 
 # ---------------------------------------------------------------------- a given source model, and an observer

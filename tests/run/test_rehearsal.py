@@ -188,11 +188,11 @@ def test_settings_of_a_method_that_is_not_recommended_are_left_out(worse, target
     record = json.loads(json.dumps(worse["rehearsal"].record))
     record["advice"]["fixmatch"] = record["advice"][worse["method"]]
     given = {"target": target, **request_of(worse), "rehearsal": Rehearsal(record, worse["rehearsal"].left_out())}
-    adapted = mtem.adapt(**given, method="auto", threshold=0.7)
-    assert adapted.record["method"] == "source-only" and "threshold" not in adapted.record["settings"]
+    adapted = mtem.adapt(**given, method="auto", weak="dropout")
+    assert adapted.record["method"] == "source-only" and "weak" not in adapted.record["settings"]
     for changes, name in (
         ({"method": "auto", "index_initial": 2.0}, "index_initial"),
-        ({"method": "mtem", "threshold": 1}, "threshold"),
+        ({"method": "mtem", "weak": "plain"}, "weak"),
     ):
         with pytest.raises(RequestError, match=f"unknown setting '{name}'"):
             mtem.adapt(**given, **changes)

@@ -13,6 +13,7 @@ from mtem.metagrad.autograd import (
     math_attention,
     meta_gradient,
     normalized,
+    tsallis_loss,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "math_attention",
     "meta_gradient",
     "normalized",
+    "tsallis_loss",
 ]

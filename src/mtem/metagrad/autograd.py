@@ -81,18 +81,31 @@ class InnerLoss(NamedTuple):
     mixed_derivative: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _tsallis_mixed_derivative(log_probs: Tensor, directional: Tensor, labels: Tensor, index: Tensor) -> Tensor:
-    weight = tsallis.pseudo_weight(log_probs, labels, index) * tsallis.surprisal(log_probs, labels)
-    return weight * directional / len(labels)
+def tsallis_loss(shares: Tensor | None = None) -> InnerLoss:
+    """Return the mean Tsallis loss as a function of its meta-parameters, the entropy indexes.
+
+    Parameters
+    ----------
+    shares : Tensor, optional
+        What the loss of each example is multiplied by, ``[N]``.
+    """
+
+    def mean(values: Tensor) -> Tensor:
+        return (values if shares is None else shares * values) / len(values)
+
+    def mixed_derivative(log_probs: Tensor, directional: Tensor, labels: Tensor, index: Tensor) -> Tensor:
+        weight = tsallis.pseudo_weight(log_probs, labels, index) * tsallis.surprisal(log_probs, labels)
+        return mean(weight * directional)
+
+    return InnerLoss(
+        value=lambda log_probs, labels, index: mean(tsallis.loss(log_probs, labels, index)).sum(),
+        weights=lambda log_probs, labels, index: mean(tsallis.pseudo_weight(log_probs, labels, index)),
+        derivative=lambda log_probs, labels, index: mean(tsallis.index_gradient(log_probs, labels, index)),
+        mixed_derivative=mixed_derivative,
+    )
 
 
-# The mean Tsallis loss; its meta-parameters are the entropy indexes.
-TSALLIS = InnerLoss(
-    value=lambda log_probs, labels, index: tsallis.loss(log_probs, labels, index).mean(),
-    weights=lambda log_probs, labels, index: tsallis.pseudo_weight(log_probs, labels, index) / len(labels),
-    derivative=lambda log_probs, labels, index: tsallis.index_gradient(log_probs, labels, index) / len(labels),
-    mixed_derivative=_tsallis_mixed_derivative,
-)
+TSALLIS = tsallis_loss()
 
 
 def math_attention() -> AbstractContextManager[None]:

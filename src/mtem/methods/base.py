@@ -79,6 +79,10 @@ class Context:
         The class weights of the cross-entropy ``[K]``.
     align : Alignment
         Gives the logits that pseudo labels are made from the assumed class shares.
+    ema_decay : float
+        The decay of the average of the weights, which is the teacher and is saved in the end; 0: there is none.
+    view, view_strength : str, float
+        The view of the texts in which pseudo labels are learned, and the share of the words that it changes.
     """
 
     steps: int
@@ -91,6 +95,9 @@ class Context:
     target_labeled: Callable[[int], Batch] | None = None
     class_weights: Tensor | None = None
     align: Alignment = dataclasses.field(default_factory=Alignment)
+    ema_decay: float = 0.0
+    view: str = "dropout"
+    view_strength: float = 0.0
 
     def is_target_labeled(self, rows: Tensor) -> Tensor:
         """Return which rows of a source batch are labeled target examples, bool ``[N]``."""
@@ -147,6 +154,8 @@ class Method(abc.ABC):
         The settings dataclass of the method, its fields made with :func:`mtem.settings.setting`.
     presets : dict
         Preset name -> settings that differ from the defaults. Names of training settings are allowed too.
+    average : dict of str to Tensor
+        The averaged weights by parameter name; empty if the run has none. The trainer changes them after each step.
     """
 
     name: ClassVar[str]
@@ -155,13 +164,16 @@ class Method(abc.ABC):
     needs_target_labels: ClassVar[bool] = False
     replayable: ClassVar[bool] = False
     Settings: ClassVar[type]
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": {}}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": {"ema_decay": 0.0}}
 
     # Subclasses declare the type of their settings: `settings: MtemSettings`.
     settings: Any
 
     def __init__(self, model: Model, settings: Any, context: Context) -> None:
         self.model, self.settings, self.context = model, settings, context
+        self.average: dict[str, Tensor] = {}
+        if context.ema_decay:
+            self.average = {name: parameter.detach().clone() for name, parameter in model.trainable().items()}
 
     @abc.abstractmethod
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
@@ -200,16 +212,38 @@ class Method(abc.ABC):
         """Return the factor of the learning rate of a parameter; those of `modules()` are named "module.parameter"."""
         return 1.0
 
+    @torch.no_grad()
+    def teacher_logits(self, inputs: Inputs) -> Tensor:
+        """Return the logits that pseudo labels are made of: of the averaged weights if there are any, without dropout."""
+        with without_dropout(self.model):
+            return functional(self.model, self.average, inputs) if self.average else self.model(inputs)
+
+    def student_view(self, inputs: Inputs) -> Inputs:
+        """Return the run's view of the texts, in which the model learns the teacher's labels."""
+        if not self.context.view_strength:
+            return inputs
+        return self.model.augment(inputs, self.context.view, self.context.view_strength, self.context.generator)
+
+    @torch.no_grad()
+    def update_average(self) -> None:
+        """Move the averaged weights towards those of the model."""
+        if self.average:
+            pairs = [(self.average[name], parameter.detach()) for name, parameter in self.model.trainable().items()]
+            averages, current = zip(*pairs, strict=True)
+            torch._foreach_lerp_(averages, current, 1 - self.context.ema_decay)
+
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights to evaluate and to save: those of the model, unless the method averages them."""
-        return {name: parameter.detach() for name, parameter in self.model.trainable().items()}
+        """Return the weights to evaluate and to save: the average, or those of the model."""
+        return self.average or {name: parameter.detach() for name, parameter in self.model.trainable().items()}
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that a resumed run needs beside the model, the optimizer and the random states."""
-        return {}
+        return {f"average.{name}": value for name, value in self.average.items()}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:  # noqa: B027
+    def load_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` returned."""
+        for name, value in self.average.items():
+            value.copy_(state[f"average.{name}"])
 
     def meta_loss(self, source: Batch, target: Batch) -> float | None:
         """Return the meta-validation loss; None for methods that have none."""

@@ -124,7 +124,7 @@ class Biat(Method):
         """Return cross-entropy, for the labels of the clean texts, and entropy of perturbed unlabeled texts."""
         log_probs = self.clean_log_probs(inputs)
         logits = self.perturbed_logits(inputs, self.virtual(inputs, log_probs))
-        labels = self.context.align(log_probs).argmax(dim=1)
+        labels = self.context.align(self.teacher_logits(inputs) if self.average else log_probs).argmax(dim=1)
         return F.cross_entropy(logits, labels) + gibbs_entropy(torch.log_softmax(logits, dim=1)).mean()
 
     def minimax_entropy(self, inputs: Inputs) -> Tensor:

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from mtem.methods.base import Batch, Method, StepLog, Update
 from mtem.methods.fixmatch import confident_labels, masked_cross_entropy
-from mtem.models.augment import KINDS
 from mtem.models.base import Inputs
 from mtem.settings import setting
 from mtem.tsallis import gibbs_entropy
@@ -55,10 +54,6 @@ class CstSettings:
     ridge: float = setting(1e-3, "ridge regularisation of the target head (epsilon)", low=1e-6)
     consistency_weight: float = setting(0.5, "weight of the FixMatch term (c)", low=0.0)
     threshold: float = setting(0.97, "smallest probability of a label that the FixMatch term uses", low=0.0, high=1.0)
-    strong: str = setting(
-        "mixed", "strong view of the FixMatch term; mixed: one third each of mask, delete and swap", choices=KINDS
-    )
-    strength: float = setting(0.3, "share of the words (mask: of the tokens) that this view changes", low=0.0, high=1.0)
     rho: float = setting(
         0.05, "distance from the weights at which SAM computes the gradient (rho); 0: no SAM, half the time", low=0.0
     )
@@ -78,7 +73,14 @@ class Cst(Method):
     settings: CstSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "recommended": {},
-        "paper": {"tsallis_weight": 0.08, "reverse_weight": 0.5, "consistency_weight": 0.5, "rho": 0.5, "adaptive": True},
+        "paper": {
+            "tsallis_weight": 0.08,
+            "reverse_weight": 0.5,
+            "consistency_weight": 0.5,
+            "rho": 0.5,
+            "adaptive": True,
+            "ema_decay": 0.0,
+        },
     }
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
@@ -87,24 +89,26 @@ class Cst(Method):
         # Both passes of SAM see the same inputs; dropout differs.
         source = source._replace(inputs=self.model.prepare(source.inputs))
         plain = self.model.prepare(target.inputs)
-        strong = self.model.augment(plain, settings.strong, settings.strength, self.context.generator)
-        strong = self.model.prepare(strong)
+        strong = self.model.prepare(self.student_view(plain))
+        teacher = self.teacher_logits(plain) if self.average else None
 
         self.model.train()
-        loss, log = self.loss(source, plain, strong)
+        loss, log = self.loss(source, plain, strong, teacher)
         restore = None
         if settings.rho:
             restore = climb(list(self.model.trainable().values()), loss, settings.rho, settings.adaptive)
-            loss, _ = self.loss(source, plain, strong)
+            loss, _ = self.loss(source, plain, strong, teacher)
         update(loss, before_step=restore)
         return log
 
-    def loss(self, source: Batch, plain: Inputs, strong: Inputs) -> tuple[Tensor, StepLog]:
-        """Return L at the current weights, and its terms."""
+    def loss(self, source: Batch, plain: Inputs, strong: Inputs, teacher: Tensor | None = None) -> tuple[Tensor, StepLog]:
+        """Return L at the current weights, and its terms; pseudo labels are made of the teacher's logits if there are any."""
         settings, source_labels = self.settings, source.require_labels()
         source_logits, source_features = self.model.logits_and_features(source.inputs)
         target_logits, target_features = self.model.logits_and_features(plain)
-        labels, confident = confident_labels(self.context.align(target_logits.detach()), settings.threshold)
+        labels, confident = confident_labels(
+            self.context.align(target_logits.detach() if teacher is None else teacher), settings.threshold
+        )
         classes = target_logits.shape[1]
 
         source_loss = self.cross_entropy(source_logits, source_labels)

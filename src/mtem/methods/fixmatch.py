@@ -20,25 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtem.methods.base import Batch, Method, StepLog, Update
-from mtem.models.augment import KINDS
 from mtem.settings import setting
 
 
 @dataclasses.dataclass(frozen=True)
 class FixMatchSettings:
-    """The threshold, the weight and the two views."""
+    """The threshold, the weight and the weak view; the strong view is the run's."""
 
     threshold: float = setting(
         0.95, "smallest probability of a label in the weak view that is learned from (tau)", low=0.0, high=1.0
     )
     weight: float = setting(1.0, "weight of the loss on the target texts (lambda_u)", low=0.0)
-    strong: str = setting(
-        "mixed", "strong view, which is trained on the label; mixed: one third each of mask, delete and swap", choices=KINDS
-    )
-    strength: float = setting(0.3, "share of the words (mask: of the tokens) that the strong view changes", low=0.0, high=1.0)
     weak: str = setting(
         "plain",
-        "weak view, which gives the label: the unchanged text without dropout (plain) or with dropout",
+        "weak view, which gives the label: the unchanged text without dropout (plain), or with dropout by the weights themselves "
+        "(then the run's average of the weights gives no labels)",
         choices=("plain", "dropout"),
     )
 
@@ -55,17 +51,21 @@ class FixMatch(Method):
     # The weak view of the original is random too (flips and shifts of images); for texts, dropout is the mildest random view.
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "recommended": {},
-        "paper": {"threshold": 0.95, "weight": 1.0, "weak": "dropout"},
+        "paper": {"threshold": 0.95, "weight": 1.0, "weak": "dropout", "ema_decay": 0.0},
     }
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
         """Label the weak views, then take one step on the labeled texts and the strong views."""
         settings = self.settings
         plain = self.model.prepare(target.inputs)
-        strong = self.model.augment(plain, settings.strong, settings.strength, self.context.generator)
-        self.model.train(settings.weak == "dropout")
-        with torch.no_grad():
-            labels, confident = confident_labels(self.context.align(self.model(plain)), settings.threshold)
+        strong = self.student_view(plain)
+        if settings.weak == "dropout":
+            self.model.train()
+            with torch.no_grad():
+                weak_logits = self.model(plain)
+        else:
+            weak_logits = self.teacher_logits(plain)
+        labels, confident = confident_labels(self.context.align(weak_logits), settings.threshold)
 
         self.model.train()
         source_loss = self.cross_entropy(self.model(source.inputs), source.require_labels())

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,10 @@ class MtemSettings:
     meta: bool = setting(True, "learn the entropy indexes; false: every text keeps index_initial (ablation w/o M)")
     annealing: bool = setting(True, "anneal the sampling temperature; false: it is always 1 (ablation w/o A)")
     sampling: bool = setting(True, "sample the pseudo labels; false: take the most probable class (ablation w/o S)")
+    threshold: float = setting(
+        0.0, "smallest probability of the teacher's likeliest class for a text to be learned from; 0: all texts are", low=0.0,
+        high=1.0,
+    )  # fmt: skip
     temperature_start: float = setting(
         1.0, "sampling temperature at the start (kappa_max); above 1, small indexes flatten the predictions", low=0.0
     )
@@ -85,17 +89,6 @@ class MtemSettings:
         low=0.0,
     )
     target_weight: float = setting(1.0, "weight of the Tsallis loss in the update of the model (lambda)", low=0.0)
-    ema_decay: float = setting(
-        0.98,
-        "decay of the moving average of the weights, which gives the pseudo labels and is saved in the end; 0: no average. The "
-        "average is better than any single step, and a model that learns from its own labels drifts",
-        low=0.0,
-        high=0.9999,
-    )
-    mask_ratio: float = setting(
-        0.15, "share of the tokens that are masked in the model's input, not in that of the average that gives the labels",
-        low=0.0, high=0.9,
-    )  # fmt: skip
     dropout: bool = setting(
         True, "dropout in the update of the model; with the layerwise engine also in the inner loss, which uses the same pass"
     )
@@ -122,7 +115,8 @@ PAPER: dict[str, Any] = {
     "temperature_end": 0.5,
     "source_weight": 0.0,
     "ema_decay": 0.0,
-    "mask_ratio": 0.0,
+    "view": "dropout",
+    "view_strength": 0.0,
     "dropout": False,
     "optimizer": "sgd",
     "learning_rate": 5e-5,
@@ -134,6 +128,30 @@ PAPER: dict[str, Any] = {
     "batch_size": 50,
     "max_length": 256,
 }
+
+
+class PseudoLabels(NamedTuple):
+    """The pseudo labels of a batch.
+
+    Attributes
+    ----------
+    labels : Tensor
+        Integers ``[N]``.
+    trusted : Tensor or None
+        1 for texts that are learned from and 0 for others, ``[N]``; None: all are.
+    """
+
+    labels: Tensor
+    trusted: Tensor | None = None
+
+    @property
+    def inner_loss(self) -> metagrad.InnerLoss:
+        """The mean Tsallis loss, to which texts that are not trusted add nothing."""
+        return metagrad.TSALLIS if self.trusted is None else metagrad.tsallis_loss(self.trusted)
+
+    def log(self) -> StepLog:
+        """Return the share of the texts that are trusted, if there is a threshold."""
+        return {} if self.trusted is None else {"confident_share": self.trusted.mean()}
 
 
 class Mtem(Method):
@@ -152,9 +170,6 @@ class Mtem(Method):
         initial = min(max(settings.index_initial, settings.index_low), settings.index_high)
         self.index = torch.full((context.target_size,), initial, device=model.device)
         self.recorder = self._make_recorder() if settings.engine == "layerwise" else None
-        self.average: dict[str, Tensor] = {}
-        if settings.ema_decay:
-            self.average = {name: p.detach().clone() for name, p in model.trainable().items()}
 
     def _make_recorder(self) -> layerwise.Recorder | None:
         """Return None if the layers cannot be read one text at a time: then the forward engine is used."""
@@ -166,24 +181,21 @@ class Mtem(Method):
         return recorder if recorder.skipped_share < 0.01 else None
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
-        """Update the entropy indexes of the target batch, then the model, then the average."""
+        """Update the entropy indexes of the target batch, then the model."""
         settings = self.settings
         temperature = by_step(self.temperature, number, self.model.device)
         log: StepLog = {"temperature": temperature}
         # Without average, mask and dropout the recorded pass itself gives the logits for the pseudo labels.
-        labels_from_recording = not (self.average or settings.mask_ratio or settings.dropout)
-        labels = None if labels_from_recording and self.recorder else self.pseudo_labels(target, temperature)
-        inputs = target.inputs
-        if settings.mask_ratio:
-            inputs = self.model.augment(inputs, "mask", settings.mask_ratio, self.context.generator)
-        inputs = self.model.prepare(inputs)
+        labels_from_recording = not (self.average or self.context.view_strength or settings.dropout)
+        pseudo = None if labels_from_recording and self.recorder else self.pseudo_labels(target, temperature)
+        inputs = self.model.prepare(self.student_view(target.inputs))
         loss: Tensor | None = None
         gradients: dict[str, Tensor] | None = None
         if self.recorder is not None:
-            gradients = self._recorded_gradient(self.recorder, number, inputs, labels, target.rows, source, temperature, log)
+            gradients = self._recorded_gradient(self.recorder, number, inputs, pseudo, target.rows, source, temperature, log)
         else:
-            assert labels is not None
-            loss = settings.target_weight * self._target_loss(number, inputs, labels, target.rows, source, log)
+            assert pseudo is not None
+            loss = settings.target_weight * self._target_loss(number, inputs, pseudo, target.rows, source, log)
 
         if settings.source_weight:
             self.model.train(settings.dropout)
@@ -192,21 +204,20 @@ class Mtem(Method):
             source_loss = settings.source_weight * source_loss
             loss = source_loss if loss is None else loss + source_loss
         update(loss, gradients=gradients)
-        if self.average:
-            current = [parameter.detach() for parameter in self.model.trainable().values()]
-            torch._foreach_lerp_(list(self.average.values()), current, 1 - settings.ema_decay)
         return log
 
-    def _target_loss(self, number: int, inputs: Inputs, labels: Tensor, rows: Tensor, source: Batch, log: StepLog) -> Tensor:
+    def _target_loss(
+        self, number: int, inputs: Inputs, pseudo: PseudoLabels, rows: Tensor, source: Batch, log: StepLog
+    ) -> Tensor:
         """Run the outer loop by an engine of `mtem.metagrad`, and return the Tsallis loss with its graph."""
         if self.settings.meta:
-            meta = self.index_gradient(inputs, labels, rows, source)
+            meta = self.index_gradient(inputs, pseudo, rows, source)
             self.index[rows] = self.updated_index(self.index[rows], meta.gradient, number)
             log["meta_loss"] = meta.source_loss
         self.model.train(self.settings.dropout)
         log_probs = torch.log_softmax(self.model(inputs), dim=-1)
-        loss = tsallis.loss(log_probs, labels, self.index[rows]).mean()
-        log["target_loss"] = loss.detach()
+        loss = pseudo.inner_loss.value(log_probs, pseudo.labels, self.index[rows])
+        log |= {"target_loss": loss.detach(), **pseudo.log()}
         return loss
 
     def _recorded_gradient(
@@ -214,7 +225,7 @@ class Mtem(Method):
         recorder: layerwise.Recorder,
         number: int,
         inputs: Inputs,
-        labels: Tensor | None,
+        pseudo: PseudoLabels | None,
         rows: Tensor,
         source: Batch,
         temperature: float | Tensor,
@@ -231,8 +242,9 @@ class Mtem(Method):
             at_theta = layerwise.source_gradient(recorder, lambda: self._source_losses(source))
         self.model.train(settings.dropout)
         recording = self._record(recorder, inputs, len(rows))
-        if labels is None:
-            labels = self.sample_labels(recording.logits.detach(), temperature)
+        if pseudo is None:
+            pseudo = self.sample_labels(recording.logits.detach(), temperature)
+        labels, inner_loss = pseudo.labels, pseudo.inner_loss
         log_probs = torch.log_softmax(recording.logits, dim=-1)
         recording.backward(tsallis.surprisal(log_probs, labels))
         log_probs = log_probs.detach()
@@ -245,13 +257,13 @@ class Mtem(Method):
                 self.index[rows],
                 source_loss,
                 from_host(self.virtual_learning_rate, self.model.device),
+                inner_loss=inner_loss,
             )
             self.index[rows] = self.updated_index(self.index[rows], meta.gradient, number)
             log["meta_loss"] = meta.source_loss
         index = self.index[rows]
-        log["target_loss"] = tsallis.loss(log_probs, labels, index).mean()
-        weights = tsallis.pseudo_weight(log_probs, labels, index)
-        return recording.gradient(settings.target_weight / len(rows) * weights)
+        log |= {"target_loss": inner_loss.value(log_probs, labels, index), **pseudo.log()}
+        return recording.gradient(settings.target_weight * inner_loss.weights(log_probs, labels, index))
 
     def _record(self, recorder: layerwise.Recorder, inputs: Inputs, texts: int) -> layerwise.Recording | layerwise.Replay:
         model, settings = self.model, self.settings
@@ -275,17 +287,18 @@ class Mtem(Method):
         return annealing.temperature(number, last, settings.temperature_start, settings.temperature_end, settings.steepness)
 
     @torch.no_grad()
-    def pseudo_labels(self, target: Batch, temperature: float | Tensor) -> Tensor:
+    def pseudo_labels(self, target: Batch, temperature: float | Tensor) -> PseudoLabels:
         """Return a pseudo label for each text (line 5), from the averaged weights if there are any, on the unchanged text."""
-        with without_dropout(self.model):
-            inputs = self.model.prepare(target.inputs)
-            logits = functional(self.model, self.average, inputs) if self.average else self.model(inputs)
-        return self.sample_labels(logits, temperature)
+        return self.sample_labels(self.teacher_logits(self.model.prepare(target.inputs)), temperature)
 
-    def sample_labels(self, logits: Tensor, temperature: float | Tensor) -> Tensor:
+    def sample_labels(self, logits: Tensor, temperature: float | Tensor) -> PseudoLabels:
         """Return a pseudo label for each row of logits."""
-        logits = self.context.align(logits)
-        return annealing.sample_labels(logits, temperature, generator=self.context.generator, greedy=not self.settings.sampling)
+        settings, logits = self.settings, self.context.align(logits)
+        trusted = None
+        if settings.threshold:
+            trusted = (torch.softmax(logits, dim=-1).amax(dim=-1) >= settings.threshold).to(logits.dtype)
+        greedy = not settings.sampling
+        return PseudoLabels(annealing.sample_labels(logits, temperature, self.context.generator, greedy=greedy), trusted)
 
     def virtual_learning_rate(self) -> float:
         """Return the learning rate of the inner step."""
@@ -301,15 +314,15 @@ class Mtem(Method):
             share = _class_mass(labels[rows], self.context.class_weights) / total
             yield share * self.cross_entropy(self.model.one_pass(part), labels[rows])
 
-    def index_gradient(self, inputs: Inputs, labels: Tensor, rows: Tensor, source: Batch) -> metagrad.MetaGradient:
+    def index_gradient(self, inputs: Inputs, pseudo: PseudoLabels, rows: Tensor, source: Batch) -> metagrad.MetaGradient:
         """Compute the inner step and the derivative of the source loss after it in each index (lines 6 and 7).
 
         Parameters
         ----------
         inputs : mapping of str to Tensor
             The target texts.
-        labels : Tensor
-            Their pseudo labels ``[N]``.
+        pseudo : PseudoLabels
+            Their pseudo labels.
         rows : Tensor
             Their rows in the target corpus ``[N]``.
         source : Batch
@@ -327,7 +340,7 @@ class Mtem(Method):
                 lambda parameters, batch: functional(self.model, parameters, batch),
                 self.model.trainable(),
                 inputs,
-                labels,
+                pseudo.labels,
                 self.index[rows],
                 lambda parameters: self.cross_entropy(functional(self.model, parameters, source_inputs), source_labels),
                 from_host(self.virtual_learning_rate, self.model.device),
@@ -337,6 +350,7 @@ class Mtem(Method):
                 virtual_step=settings.virtual_step,
                 rewind=False,
                 split=self.model.parts,
+                inner_loss=pseudo.inner_loss,
             )
 
     def updated_index(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
@@ -370,25 +384,20 @@ class Mtem(Method):
             return None
         # An evaluation must not change the random draws of the run.
         state, aligned = self.context.generator.get_state(), self.context.align.state()
-        labels = self.pseudo_labels(target, 1.0)
+        pseudo = self.pseudo_labels(target, 1.0)
         self.context.generator.set_state(state)
         self.context.align.load_state(aligned)
         inputs = self.model.prepare(target.inputs)
-        return float(self.index_gradient(inputs, labels, target.rows, source).source_loss)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the averaged weights, or those of the model."""
-        return self.average or super().weights()
+        return float(self.index_gradient(inputs, pseudo, target.rows, source).source_loss)
 
     def state(self) -> dict[str, Tensor]:
         """Return the entropy indexes and the averaged weights."""
-        return {"index": self.index, **{f"average.{name}": value for name, value in self.average.items()}}
+        return {"index": self.index, **super().state()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restore the entropy indexes and the averaged weights."""
+        super().load_state(state)
         self.index.copy_(state["index"])
-        for name, value in self.average.items():
-            value.copy_(state[f"average.{name}"])
 
     def indexes(self) -> Tensor | None:
         """Return the entropy index of every target text."""

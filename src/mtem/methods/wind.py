@@ -72,7 +72,7 @@ class Wind(Method):
     settings: WindSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "recommended": {},
-        "paper": {"engine": "taylor", "weight_learning_rate": 0.15, "weight_step": "raw"},
+        "paper": {"engine": "taylor", "weight_learning_rate": 0.15, "weight_step": "raw", "ema_decay": 0.0},
     }
 
     def __init__(self, model: Model, settings: WindSettings, context: Context) -> None:
@@ -160,11 +160,12 @@ class Wind(Method):
         return torch.sigmoid(self.w)
 
     def state(self) -> dict[str, Tensor]:
-        """Return w."""
-        return {"w": self.w}
+        """Return w and the averaged weights."""
+        return {"w": self.w, **super().state()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Restore w."""
+        """Restore w and the averaged weights."""
+        super().load_state(state)
         self.w.copy_(state["w"])
 
 

@@ -191,7 +191,7 @@ class Run:
         """Stage 2: run the method from theta_1 on. Candidate 0 is theta_1."""
         load(self.model, self.source_weights)
         self.candidates.prior = self.find_prior()
-        context = self.context(self.steps)
+        context = self.context(self.steps, adapts=True)
         torch.manual_seed(self.settings.seed * 10 + 3)  # for modules that the method creates
         method = self.method_cls(self.model, self.method_settings, context)
         trainer = self.trainer(method, "adapt", self.steps, self.learning_rate, self.inputs.target_stream)
@@ -233,6 +233,7 @@ class Run:
         record = {
             "status": "done",
             **self.description(),
+            "teacher_and_view": self.teacher_and_view(),
             "finished": now(),
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
             "forecast": None if self.forecast is None else self.forecast.record(),
@@ -408,8 +409,8 @@ class Run:
 
     # ------------------------------------------------------------------ training, checkpoints, history
 
-    def context(self, steps: int) -> Context:
-        """Return what a method may know of the run."""
+    def context(self, steps: int, *, adapts: bool = False) -> Context:
+        """Return what a method may know of the run; the teacher and the view are of the adaptation."""
         inputs = self.inputs
         return Context(
             steps,
@@ -422,7 +423,12 @@ class Run:
             target_labeled=inputs.target_labeled_stream,
             class_weights=inputs.class_weights(),
             align=self.candidates.prior.alignment,
+            **(self.teacher_and_view() if adapts else {}),
         )
+
+    def teacher_and_view(self) -> dict[str, Any]:
+        """Return the recipe of the adaptation."""
+        return self.settings.teacher_and_view(self.steps, frozen=self.model.frozen_layers > 0)
 
     def trainer(
         self, method: Method, stage: str, steps: int, learning_rate: float, target: Stream | None,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from mtem import schedules
+from mtem.models.augment import KINDS
 from mtem.selection import priors
 from mtem.selection.criteria import CRITERIA, DEFAULT_CRITERION, LAST
 from mtem.settings import setting
 
+AVERAGES = 10  # the average of the weights is over that part of the run at most
 SCHEDULE_NAMES = (*schedules.SCHEDULES, "assumption-2")
 
 
@@ -39,6 +42,23 @@ class TrainingSettings:
     )  # fmt: skip
     learning_rate: float | None = setting(
         None, "learning rate of the adaptation; none: 2e-5, or 2e-4 when lower layers are frozen; bigcn 5e-4", low=0.0
+    )
+    ema_decay: float = setting(
+        0.99,
+        "decay of the moving average of the weights in the adaptation, which gives the pseudo labels and is saved in the end; "
+        "smaller in runs of less than 1,000 steps, so that the average is over a tenth of the run at most; 0: no average",
+        low=0.0,
+        high=0.9999,
+    )
+    view: str | None = setting(
+        None,
+        "view of the unlabeled texts in which pseudo labels are learned (mtem, fixmatch, cst): mask, delete or swap words, or "
+        "one third of each (mixed); dropout: the texts themselves; none: mixed, or mask when lower layers are frozen, which "
+        "would have to read deleted and swapped words again",
+        choices=KINDS,
+    )
+    view_strength: float | None = setting(
+        None, "share of the words (mask: of the tokens) that the view changes; none: 0.3, with mask 0.15", low=0.0, high=1.0
     )
     optimizer: str = setting(
         "adamw", "optimizer of the adaptation; sgd, as in Algorithm 1, hardly moves a transformer at the usual learning rates",
@@ -86,7 +106,10 @@ class TrainingSettings:
         "its labels do not; false: the head stays as trained",
     )
     device: str = setting("auto", "cpu, cuda, mps or auto")
-    precision: str = setting("auto", "auto: bf16 on a GPU that has it, else fp32", choices=("auto", "fp32", "bf16", "fp16"))
+    precision: str = setting(
+        "auto", "auto: bf16 on a GPU that has it, and in the training steps of an encoder on a CPU that has it, else fp32",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )  # fmt: skip
     attention: str | None = setting(None, "attention implementation of transformers; none: its default")
     cuda_graphs: bool = setting(
         True, "on a GPU, capture a step and replay it, which small encoders need; false: launch every operation anew"
@@ -102,6 +125,22 @@ class TrainingSettings:
     )
     log_every: int = setting(10, "steps between two lines of the history", low=1)
     checkpoint_seconds: float = setting(60.0, "time between two checkpoints", low=0.0)
+
+    def teacher_and_view(self, steps: int, *, frozen: bool = False) -> dict[str, Any]:
+        """Return what methods find of the recipe in their context.
+
+        Parameters
+        ----------
+        steps
+            The steps of the adaptation. A short one has a shorter average, or none: else it would end near its start.
+        frozen
+            Whether lower layers are frozen.
+        """
+        decay = min(self.ema_decay, 1 - AVERAGES / steps) if steps > AVERAGES else 0.0
+        view = self.view or ("mask" if frozen else "mixed")
+        usual = {"mask": 0.15, "dropout": 0.0}.get(view, 0.3)
+        strength = usual if self.view_strength is None else self.view_strength
+        return {"ema_decay": decay, "view": view, "view_strength": strength}
 
 
 def find_learning_rates(settings: TrainingSettings, defaults: tuple[float, float]) -> tuple[float, float]:

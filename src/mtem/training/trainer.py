@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mtem import schedules
 from mtem.capture import is_recording
 from mtem.errors import RunError
+from mtem.memory import release_free_memory
 from mtem.methods.base import Batch, Method, StepLog
 from mtem.progress import Progress
 from mtem.training.graphs import Capture, StepGraphs, find_capture
@@ -19,6 +20,7 @@ from mtem.training.optimizer import make_optimizer
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
 
+RELEASE_EVERY = 3  # steps on a CPU between two releases of free memory
 QUANTILE_SAMPLE = 20_000  # largest number of indexes that quantiles in the history are computed from
 
 
@@ -90,6 +92,7 @@ class Trainer:
 
     def run(self, first: int = 0) -> None:
         """Run the steps from number `first` on."""
+        on_cpu = self.method.model.device.type == "cpu"
         with self.progress.stage(self.name, self.last_step):
             self.progress.advance(first)
             for step in range(first, self.last_step):
@@ -109,10 +112,13 @@ class Trainer:
                 else:
                     self.progress.advance(step + 1)
                 self.after_step(step + 1)
+                if on_cpu and step % RELEASE_EVERY == 0:
+                    release_free_memory()
 
     def _step(self, number: int, source: Batch, target: Batch | None) -> StepLog:
         # Only source training has no target batches, and its method ignores them.
         log = self.method.step(number, source, cast(Batch, target), self.update)
+        self.method.update_average()
         return log if self._norm is None else {**log, "gradient_norm": self._norm}
 
     def update(
