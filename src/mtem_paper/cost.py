@@ -88,7 +88,7 @@ class Probe(Mtem):
 
     def sample_labels(self, logits: Tensor, temperature: float | Tensor) -> PseudoLabels:
         """Return the given labels."""
-        return PseudoLabels(self.labels)
+        return PseudoLabels(self.labels, torch.softmax(logits, dim=-1).amax(dim=-1))
 
     def updated_index(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
         """Keep the gradient, then move the indexes."""

@@ -114,6 +114,7 @@ def test_every_method_runs_in_bfloat16(name, tiny, target_labeled):
 MTEM, WIND = {"index_step": "rms", "index_learning_rate": 0.1}, {"weight_step": "rms"}
 STEPS = [("mtem", {"engine": engine, **MTEM}) for engine in ("layerwise", "forward", "taylor", "second-order")]
 STEPS += [("mtem", {"virtual_step": False, **MTEM}), ("mtem", {"meta": False, "ema_decay": 0.0, "view_strength": 0.0})]
+STEPS += [("mtem", {"index_mode": "shared", "threshold": 0.5})]
 STEPS += [("wind", {"engine": engine, **WIND}) for engine in ("forward", "taylor", "second-order")]
 STEPS += [(name, {}) for name in ALL if name not in ("mtem", "wind")]
 FROZEN = [step for step in STEPS if step[1].get("engine") in ("layerwise", "second-order") or step[0] in ("biat", "cst")]

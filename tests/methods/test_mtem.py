@@ -107,7 +107,7 @@ def test_index_falls_where_the_pseudo_label_helps_the_source(encoder):
     source, _ = ours.batches()
     right = Batch(source.inputs, None, torch.arange(8))
     gradient, wrong = (
-        ours.method.index_gradient(right.inputs, PseudoLabels(labels), right.rows, source).gradient
+        ours.method.index_gradient(right.inputs, PseudoLabels(labels, torch.ones(len(labels))), right.rows, source).gradient
         for labels in (source.labels, 1 - source.labels)
     )
     assert gradient.mean() > 0 > wrong.mean()

@@ -76,7 +76,7 @@ def test_run_directory(finished):
     record = json.loads((output / "run.json").read_text())
     assert record["status"] == "done" and record["classes"] == ["bad", "good"]
     assert [entry["domain"] for entry in record["data"]["source"]] == ["books", "dvd"]
-    assert record["settings"]["index_initial"] == 2.0 and record["versions"]["torch"] == metadata.version("torch")
+    assert record["settings"]["index_initial"] == 1.0 and record["versions"]["torch"] == metadata.version("torch")
     assert {"before", "after"} == set(record["estimate"])
     history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
     stages = {line["stage"] for line in history}
@@ -85,7 +85,7 @@ def test_run_directory(finished):
     assert {"temperature", "target_loss", "source_loss", "meta_loss", "index_quantiles", "learning_rate"} <= adapting[0].keys()
     table = pq.read_table(output / "indexes.parquet").to_pandas()
     assert list(table.columns) == ["row", "text", "index", "prediction", "confidence"]
-    assert len(table) == 80 and table["index"].between(1.05, 5).all() and table["index"].nunique() > 2
+    assert len(table) == 80 and table["index"].between(1.0, 5).all() and table["index"].nunique() > 2
     assert set(table["prediction"]) <= {"bad", "good"} and table["confidence"].between(0.5, 1).all()
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["source.safetensors"]
     assert not list(output.rglob("*.pt")) + list(output.rglob("*.bin")) + list(output.rglob("*.pkl"))

@@ -31,6 +31,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CASES = [("mtem", {"engine": engine}) for engine in ("layerwise", "forward", "taylor", "second-order")]
 CASES += [("mtem", {"virtual_step": False, "index_schedule": "assumption-2"}), ("mtem", {"ema_decay": 0.0, "view": "dropout"})]
 CASES += [("mtem", {"optimizer": "sgd", "annealing": False, "index_step": "rms"})]
+CASES += [("mtem", {"index_mode": "shared", "threshold": 0.5})]
 CASES += [(name, {}) for name in methods.METHODS if name != "mtem"]
 STEPS = 9
 

@@ -29,6 +29,7 @@ from mtem.capture import by_step, from_host
 from mtem.errors import RequestError
 from mtem.metagrad import layerwise
 from mtem.methods.base import Batch, Context, Method, StepLog, Update, functional, without_dropout
+from mtem.methods.shared_index import FEATURES, SharedIndex
 from mtem.models.base import Inputs, Model
 from mtem.settings import setting
 
@@ -44,6 +45,14 @@ class MtemSettings:
         "approximation), second-order (exact, slowest)",
         choices=("layerwise", "forward", "taylor", "second-order"),
     )
+    index_mode: str = setting(
+        "per-text",
+        "whose the entropy index is: each text has its own, as in the paper (per-text), or one rule for all texts gives it from "
+        "the teacher's confidence, the agreement of the views, the stability over visits and the nearness to labeled texts, "
+        "beginning near 1 (shared)",
+        choices=("per-text", "shared"),
+    )
+    shared_learning_rate: float = setting(0.02, "learning rate of the rule with index_mode=shared (Adam)", low=0.0)
     index_initial: float = setting(2.0, "entropy index of every text at the start (psi_0)", low=1.0)
     index_low: float = setting(1.05, "smallest entropy index; the theory requires more than 1", low=1.0)
     index_high: float = setting(5.0, "largest entropy index; the largest in the paper's case study is 5", low=1.0)
@@ -104,6 +113,10 @@ class MtemSettings:
             )
 
 
+# An index of 2 takes the weight from the hard views, which teach most; what distrust is for, the threshold does as well
+# (docs/recipe.md).
+RECOMMENDED: dict[str, Any] = {"index_initial": 1.0, "index_low": 1.0, "threshold": 0.95}
+
 # Algorithm 1 and the constants of the paper. It does not give the range of kappa, nor s: 2 to 0.5 and 5 are our choice.
 PAPER: dict[str, Any] = {
     "engine": "taylor",
@@ -137,11 +150,14 @@ class PseudoLabels(NamedTuple):
     ----------
     labels : Tensor
         Integers ``[N]``.
+    confidence : Tensor
+        The teacher's probability of its likeliest class, ``[N]``.
     trusted : Tensor or None
         1 for texts that are learned from and 0 for others, ``[N]``; None: all are.
     """
 
     labels: Tensor
+    confidence: Tensor
     trusted: Tensor | None = None
 
     @property
@@ -163,12 +179,17 @@ class Mtem(Method):
     replayable = True
     Settings = MtemSettings
     settings: MtemSettings
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": PAPER}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": RECOMMENDED, "paper": PAPER}
 
     def __init__(self, model: Model, settings: MtemSettings, context: Context) -> None:
         super().__init__(model, settings, context)
         initial = min(max(settings.index_initial, settings.index_low), settings.index_high)
         self.index = torch.full((context.target_size,), initial, device=model.device)
+        self.shared: SharedIndex | None = None
+        if settings.index_mode == "shared":
+            width, rate = model.head.in_features, settings.shared_learning_rate
+            self.shared = SharedIndex(context.target_size, context.classes, width, rate, model.device)
+            self.index.copy_(self._in_range(self.shared.index(torch.eye(len(FEATURES), device=model.device)[:1])))
         self.recorder = self._make_recorder() if settings.engine == "layerwise" else None
 
     def _make_recorder(self) -> layerwise.Recorder | None:
@@ -186,9 +207,12 @@ class Mtem(Method):
         temperature = by_step(self.temperature, number, self.model.device)
         log: StepLog = {"temperature": temperature}
         # Without average, mask and dropout the recorded pass itself gives the logits for the pseudo labels.
-        labels_from_recording = not (self.average or self.context.view_strength or settings.dropout)
+        labels_from_recording = not (self.average or self.context.view_strength or settings.dropout or self.shared)
         pseudo = None if labels_from_recording and self.recorder else self.pseudo_labels(target, temperature)
         inputs = self.model.prepare(self.student_view(target.inputs))
+        if self.shared is not None:
+            assert pseudo is not None
+            self._describe(self.shared, inputs, pseudo, target.rows, source)
         loss: Tensor | None = None
         gradients: dict[str, Tensor] | None = None
         if self.recorder is not None:
@@ -212,7 +236,7 @@ class Mtem(Method):
         """Run the outer loop by an engine of `mtem.metagrad`, and return the Tsallis loss with its graph."""
         if self.settings.meta:
             meta = self.index_gradient(inputs, pseudo, rows, source)
-            self.index[rows] = self.updated_index(self.index[rows], meta.gradient, number)
+            self._learn_index(rows, meta.gradient, number)
             log["meta_loss"] = meta.source_loss
         self.model.train(self.settings.dropout)
         log_probs = torch.log_softmax(self.model(inputs), dim=-1)
@@ -259,7 +283,7 @@ class Mtem(Method):
                 from_host(self.virtual_learning_rate, self.model.device),
                 inner_loss=inner_loss,
             )
-            self.index[rows] = self.updated_index(self.index[rows], meta.gradient, number)
+            self._learn_index(rows, meta.gradient, number)
             log["meta_loss"] = meta.source_loss
         index = self.index[rows]
         log |= {"target_loss": inner_loss.value(log_probs, labels, index), **pseudo.log()}
@@ -294,11 +318,10 @@ class Mtem(Method):
     def sample_labels(self, logits: Tensor, temperature: float | Tensor) -> PseudoLabels:
         """Return a pseudo label for each row of logits."""
         settings, logits = self.settings, self.context.align(logits)
-        trusted = None
-        if settings.threshold:
-            trusted = (torch.softmax(logits, dim=-1).amax(dim=-1) >= settings.threshold).to(logits.dtype)
-        greedy = not settings.sampling
-        return PseudoLabels(annealing.sample_labels(logits, temperature, self.context.generator, greedy=greedy), trusted)
+        labels = annealing.sample_labels(logits, temperature, self.context.generator, greedy=not settings.sampling)
+        confidence = torch.softmax(logits, dim=-1).amax(dim=-1)
+        trusted = (confidence >= settings.threshold).to(logits.dtype) if settings.threshold else None
+        return PseudoLabels(labels, confidence, trusted)
 
     def virtual_learning_rate(self) -> float:
         """Return the learning rate of the inner step."""
@@ -353,6 +376,29 @@ class Mtem(Method):
                 inner_loss=pseudo.inner_loss,
             )
 
+    @torch.no_grad()
+    def _describe(self, shared: SharedIndex, inputs: Inputs, pseudo: PseudoLabels, rows: Tensor, source: Batch) -> None:
+        """Find the features of a batch that the shared rule reads, and the indexes that it gives."""
+        with without_dropout(self.model):
+            _, labeled = self.model.logits_and_features(source.inputs)
+            logits, features = self.model.logits_and_features(inputs)
+        shared.see_labeled(labeled, source.require_labels())
+        shared.visit(rows, pseudo.labels)
+        agreement = torch.softmax(logits, dim=-1).gather(1, pseudo.labels.unsqueeze(1)).squeeze(1)
+        self._phi = shared.describe(rows, pseudo.confidence, agreement, features)
+        self.index[rows] = self._in_range(shared.index(self._phi))
+
+    def _learn_index(self, rows: Tensor, gradient: Tensor, number: int) -> None:
+        """Move the indexes of a batch, or the rule that gives them, along the gradient of the source loss."""
+        if self.shared is None:
+            self.index[rows] = self.updated_index(self.index[rows], gradient, number)
+        else:
+            self.shared.learn(gradient, self._phi)
+            self.index[rows] = self._in_range(self.shared.index(self._phi))
+
+    def _in_range(self, index: Tensor) -> Tensor:
+        return index.clamp(1.0, self.settings.index_high)
+
     def updated_index(self, index: Tensor, gradient: Tensor, number: int) -> Tensor:
         """Return the entropy indexes after the outer step (line 7), inside their range.
 
@@ -391,13 +437,16 @@ class Mtem(Method):
         return float(self.index_gradient(inputs, pseudo, target.rows, source).source_loss)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the entropy indexes and the averaged weights."""
-        return {"index": self.index, **super().state()}
+        """Return the entropy indexes, the rule that they share if there is one, and the averaged weights."""
+        shared = {} if self.shared is None else {f"shared.{name}": value for name, value in self.shared.state().items()}
+        return {"index": self.index, **shared, **super().state()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Restore the entropy indexes and the averaged weights."""
+        """Restore what `state` returned."""
         super().load_state(state)
         self.index.copy_(state["index"])
+        if self.shared is not None:
+            self.shared.load_state({name: state[f"shared.{name}"] for name in self.shared.state()})
 
     def indexes(self) -> Tensor | None:
         """Return the entropy index of every target text."""
