@@ -112,7 +112,7 @@ def test_an_old_name_is_refused_with_the_new_one(old, new):
     assert owners, "the new name exists"
     assert not any(old in settings.names(cls) for cls in CLASSES)
     for owner in owners:
-        with pytest.raises(RequestError, match=f"^unknown setting '{old}': it is called '{new}' since version 0.2.0$"):
+        with pytest.raises(RequestError, match=f"^unknown setting '{old}': it is now called '{new}'$"):
             settings.build({"training": TrainingSettings, "only": owner}, {old: "1"})
 
 

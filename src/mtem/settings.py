@@ -17,7 +17,7 @@ from typing import Any
 
 from mtem.errors import RequestError
 
-# A setting's name before version 0.2.0 -> its name now.
+# A setting's earlier name -> its name now.
 RENAMED = {
     "clip": "max_grad_norm",
     "coldest": "temperature_end",
@@ -132,7 +132,7 @@ def describe(settings_cls: type) -> list[tuple[str, str, str]]:
 def _unknown(name: str, known: Mapping[str, object]) -> str:
     """Return the error message for an unknown name, with the name that was probably meant."""
     if RENAMED.get(name) in known:
-        return f"unknown setting '{name}': it is called '{RENAMED[name]}' since version 0.2.0"
+        return f"unknown setting '{name}': it is now called '{RENAMED[name]}'"
     similar = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{similar[0]}'? There are" if similar else "there are"
     return f"unknown setting '{name}': {hint} {', '.join(sorted(known))}"

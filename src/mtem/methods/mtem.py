@@ -124,6 +124,7 @@ PAPER: dict[str, Any] = {
     "index_low": 1.01,
     "index_learning_rate": 0.1,
     "index_step": "raw",
+    "threshold": 0.0,
     "temperature_start": 2.0,
     "temperature_end": 0.5,
     "source_weight": 0.0,
