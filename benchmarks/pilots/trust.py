@@ -203,7 +203,8 @@ class Watch:
         of_rule = [rule.gradient(gradient.float(), phi).double() for gradient in of_texts]
         centred = [gradient - gradient.mean() for gradient in of_texts]
         return {
-            "rule_cosine": mean_cosine(of_rule), "text_correlation": mean_cosine(centred),
+            "rule_cosine": mean_of(pairs := cosines(of_rule)), "rule_cosines": pairs,
+            "text_correlation": mean_of(cosines(centred)),
             "rule_gradient": [float(f"{value:.3g}") for value in torch.stack(of_rule).mean(dim=0).tolist()],
             "texts": len(outer[0].rows), "trusted": round(float(trusted.mean()), 4),
         }  # fmt: skip
@@ -232,12 +233,16 @@ def figures(seen: Seen, truth: Tensor, index: Tensor | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def mean_cosine(vectors: list[Tensor]) -> float | None:
-    """Return the mean cosine of all pairs; None if one of the vectors is zero."""
+def cosines(vectors: list[Tensor]) -> list[float]:
+    """Return the cosine of every pair; nothing if one of the vectors is zero."""
     if any(not vector.norm() > 0 for vector in vectors):
-        return None
+        return []
     units = [vector / vector.norm() for vector in vectors]
-    return round(float(np.mean([float(one @ other) for one, other in itertools.combinations(units, 2)])), 4)
+    return [round(float(one @ other), 4) for one, other in itertools.combinations(units, 2)]
+
+
+def mean_of(values: list[float]) -> float | None:
+    return round(float(np.mean(values)), 4) if values else None
 
 
 class WatchedRun(pipeline.Run):
