@@ -51,6 +51,17 @@ def test_repeats_by_the_same_seed_only():
     assert first == again != other
 
 
+def test_rows_among_which_others_are_held_out():
+    """Twice in a row: three parts without a text in common, each with its share of the classes."""
+    corpus = corpus_of([(f"text {i % 250}", i % 250 % 2) for i in range(300)])
+    rest, held = hold_out(corpus, corpus.classes, 0.1)
+    train, again = hold_out(corpus, corpus.classes, 0.2, among=rest)
+    assert sorted([*train, *held, *again]) == list(range(300))
+    texts = [{i % 250 for i in rows} for rows in (train, held, again)]
+    assert sum(map(len, texts)) == 250 and [len(part) for part in texts] == [180, 24, 46]
+    assert abs(np.mean(corpus.label_numbers(corpus.classes)[again]) - 0.5) < 0.05
+
+
 def test_at_most():
     corpus = corpus_of([(f"text {i}", i % 2) for i in range(1000)])
     assert len(hold_out(corpus, corpus.classes, 0.5, most=100)[1]) == 100

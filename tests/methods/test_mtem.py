@@ -56,6 +56,69 @@ def test_trajectory_is_algorithm_1(encoder, engine, tolerance):
     assert psi.std() > 0.3 and (psi - 2).abs().max() > 1, "the reference itself must have moved the indexes"
 
 
+@pytest.mark.parametrize("virtual_step", [True, False])
+@pytest.mark.parametrize(("engine", "tolerance"), [*EXACT, ("taylor", 2e-2)])
+def test_indexes_are_learned_against_the_outer_batch_and_weights_on_the_labeled_one(encoder, engine, tolerance, virtual_step):
+    beta = 100.0
+    changes = {"sampling": False, "source_weight": 1.0, "index_low": 1.0, "index_high": 9.0, "virtual_step": virtual_step}
+    ours = Setting(encoder, engine=engine, index_learning_rate=beta, **changes)
+    ours.train_source(20)
+    source, target = ours.batches()
+    outer, _ = ours.batches()
+    asked = []
+    ours.context.outer = lambda number: asked.append(number) or outer
+    theta = ours.weights()
+
+    def loss(params, batch):
+        return cross_entropy(functional(ours.model.eval(), params, batch.inputs), batch.labels)
+
+    def reference(outer):
+        with torch.no_grad():
+            labels = functional(ours.model, theta, target.inputs).argmax(dim=1).tolist()
+        given = theta, torch.full((8,), 2.0), labels
+        logits = lambda params: functional(ours.model, params, target.inputs)  # noqa: E731
+        if virtual_step:
+            return algorithm1.step(logits, lambda params: loss(params, outer), *given, ours.rate, beta, 1.0, 9.0)
+        start = {name: value.clone().requires_grad_() for name, value in theta.items()}
+        at_theta = torch.autograd.grad(loss(start, outer), list(start.values()))
+        linear = lambda params: sum((params[name] * v).sum() for name, v in zip(theta, at_theta, strict=True))  # noqa: E731
+        return algorithm1.step(logits, linear, *given, ours.rate, beta, 1.0, 9.0)
+
+    stepped, index = reference(outer)
+    _, other = reference(source)
+    assert (index - other).abs().max() > 0.3, "the batches must not lead to the same indexes"
+    log = ours.method.step(7, source, target, ours.update)
+    assert asked == [7]
+    torch.testing.assert_close(ours.method.index[target.rows], index, atol=tolerance, rtol=tolerance)
+    start = {name: value.clone().requires_grad_() for name, value in theta.items()}
+    on_source = torch.autograd.grad(loss(start, source), list(start.values()))
+    for (name, value), gradient in zip(stepped.items(), on_source, strict=True):
+        found = ours.model.trainable()[name].detach()
+        torch.testing.assert_close(found, value - ours.rate * gradient, atol=max(1e-5, tolerance * 0.05), rtol=1e-3)
+    if not virtual_step:
+        assert float(log["meta_loss"]) == pytest.approx(float(loss(theta, outer)), rel=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"index_mode": "shared"}, {"engine": "forward"}, {"virtual_step": False}])
+def test_the_labeled_batch_as_outer_batch_changes_no_bit(encoder, changes):
+    plain, other = (Bench(Mtem, encoder, ema_decay=0.9, **changes) for _ in range(2))
+    for number in range(4):
+        source, target = plain.batches()
+        other.context.outer = lambda _, batch=source: batch
+        torch.manual_seed(number)
+        plain.step(number, source, target)
+        torch.manual_seed(number)
+        other.step(number, source, target)
+    for name, value in {**plain.method.state(), **plain.weights()}.items():
+        assert torch.equal(value, {**other.method.state(), **other.weights()}[name]), name
+
+
+def test_without_meta_learning_no_outer_batch_is_made(encoder):
+    ours = Setting(encoder, meta=False)
+    ours.context.outer = lambda number: pytest.fail("not needed")
+    ours.step()
+
+
 def test_raw_step_with_the_papers_beta_never_moves_an_index(encoder):
     ours = Setting(encoder, learning_rate=5e-5)
     for number in range(ours.steps):

@@ -26,11 +26,12 @@ def bench(encoder, **changes):
     return made
 
 
-@pytest.mark.parametrize("threshold", [False, True])
+@pytest.mark.parametrize(("threshold", "kept"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(
     ("engine", "tolerance"), [("layerwise", 1e-3), ("forward", 1e-3), ("second-order", 1e-3), ("taylor", 0.05)]
 )
-def test_the_chain_rule_is_autograds(encoder, engine, tolerance, threshold):
+def test_the_chain_rule_is_autograds(encoder, engine, tolerance, threshold, kept):
+    """Of the loss on the labeled batch, or on a batch that is `kept` for the outer loop."""
     ours = bench(encoder, engine=engine)
     ours.train_source(20)
     shared = ours.method.shared
@@ -38,6 +39,10 @@ def test_the_chain_rule_is_autograds(encoder, engine, tolerance, threshold):
     seen = {}
     shared.learn = lambda gradient, phi: seen.update(found=shared.gradient(gradient, phi), phi=phi.clone())
     source, target = ours.batches()
+    outer = source
+    if kept:
+        outer, _ = ours.batches()
+        ours.context.outer = lambda number: outer
     with torch.no_grad():
         middle = float(torch.softmax(ours.model.eval()(target.inputs), dim=1).amax(dim=1).median()) if threshold else 0.0
     ours.method.settings = dataclasses.replace(ours.method.settings, threshold=middle)
@@ -51,7 +56,7 @@ def test_the_chain_rule_is_autograds(encoder, engine, tolerance, threshold):
     losses = tsallis.loss(torch.log_softmax(scores, dim=1), labels, index) * (sure >= middle)
     moved = torch.autograd.grad(losses.mean(), list(theta.values()), create_graph=True)
     after = {name: value - ours.rate * change for (name, value), change in zip(theta.items(), moved, strict=True)}
-    loss = cross_entropy(functional_call(ours.model, after, (source.inputs,)), source.labels)
+    loss = cross_entropy(functional_call(ours.model, after, (outer.inputs,)), outer.labels)
     (expected,) = torch.autograd.grad(loss, w)
     assert expected.abs().max() > 0
     torch.testing.assert_close(seen["found"], expected, atol=tolerance * float(expected.abs().max()), rtol=tolerance)

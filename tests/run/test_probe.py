@@ -80,6 +80,7 @@ def assert_same(one, other):
 REQUESTS = {
     "mtem": {},
     "mtem, frozen": {"frozen_layers": 1},
+    "mtem, outer": {"outer_share": 0.3, "frozen_layers": 1},
     "mtem, prior": {"target_class_prior": "estimated"},
     "dann": {"method": "dann"},
     "fixmatch": {"method": "fixmatch"},

@@ -32,11 +32,12 @@ CASES = [("mtem", {"engine": engine}) for engine in ("layerwise", "forward", "ta
 CASES += [("mtem", {"virtual_step": False, "index_schedule": "assumption-2"}), ("mtem", {"ema_decay": 0.0, "view": "dropout"})]
 CASES += [("mtem", {"optimizer": "sgd", "annealing": False, "index_step": "rms"})]
 CASES += [("mtem", {"index_mode": "shared", "threshold": 0.5})]
+CASES += [("mtem", {"outer": True, "index_mode": mode}) for mode in ("per-text", "shared")]
 CASES += [(name, {}) for name in methods.METHODS if name != "mtem"]
 STEPS = 9
 
 
-def make_trainer(encoder, name, device="cpu", precision=None, capture=None, labeled=True, double=False, **changes):
+def make_trainer(encoder, name, device="cpu", precision=None, capture=None, labeled=True, double=False, outer=False, **changes):
     kind = methods.get(name)
     own = {field.name for field in dataclasses.fields(kind.Settings)}
     settings = kind.Settings(**{key: value for key, value in changes.items() if key in own})
@@ -55,6 +56,12 @@ def make_trainer(encoder, name, device="cpu", precision=None, capture=None, labe
         (np.arange(40), labels, 10, 1), (np.arange(40), None, 10, 2), (few, labels, 6, 3),
     )]  # fmt: skip
     given = {"target_labeled_rows": torch.from_numpy(few).to(device), "target_labeled": extra} if labeled else {}
+    if outer:  # with texts of one length, so that shapes recur
+        alike = np.flatnonzero(encoded.lengths == np.bincount(encoded.lengths).argmax())[:9]
+        source, target, extra = [
+            Stream(model, encoded, alike, given, 3, seed) for given, seed in ((labels, 1), (None, 2), (labels, 4))
+        ]
+        given = {"outer": extra}
     align = Alignment(torch.tensor([0.4, 0.6], device=device))
     context = Context(STEPS, 40, 2, torch.Generator().manual_seed(5), lambda: 0.0, source_size=40, align=align, **given)
     context = dataclasses.replace(context, **training.teacher_and_view(1000))

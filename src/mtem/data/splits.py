@@ -11,7 +11,12 @@ from mtem.data.corpus import Corpus, text_key
 
 
 def hold_out(
-    corpus: Corpus, classes: Sequence[str], share: float = 0.1, seed: int = 0, most: int | None = None
+    corpus: Corpus,
+    classes: Sequence[str],
+    share: float = 0.1,
+    seed: int = 0,
+    most: int | None = None,
+    among: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Split a labeled corpus into rows to train on and rows to hold out.
 
@@ -27,6 +32,8 @@ def hold_out(
         Seed of the choice.
     most : int, optional
         Largest number of rows to hold out, approximately; at least one text of every class is held out.
+    among : array of int, optional
+        The rows that are split, all with the same text or none of them; by default all rows of the corpus.
 
     Returns
     -------
@@ -45,10 +52,11 @@ def hold_out(
     if most is not None:
         share = min(share, most / max(1, len(corpus)))
     group, first = _groups(corpus)
+    chosen = np.ones(len(corpus), bool) if among is None else np.isin(np.arange(len(corpus)), among)
     random = np.random.default_rng([seed, 0x5917])
     held_groups = np.zeros(len(first), bool)
     for number in range(len(classes)):
-        members = random.permutation(np.flatnonzero(labels[first] == number))
+        members = random.permutation(np.flatnonzero(chosen[first] & (labels[first] == number)))
         if len(members) < 2:
             continue
         count = min(max(1, round(share * len(members))), len(members) - 1)
@@ -57,7 +65,7 @@ def hold_out(
         positions = np.floor((random.random() + np.arange(count)) * len(members) / count).astype(int)
         held_groups[members[np.minimum(positions, len(members) - 1)]] = True
     held_out = held_groups[group]
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    return np.flatnonzero(chosen & ~held_out), np.flatnonzero(held_out)
 
 
 def _groups(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:

@@ -75,6 +75,8 @@ class Context:
         The rows, among these, of the labeled target examples.
     target_labeled : callable or None
         Returns the labeled target examples of the labeled batch of a step, as a batch. None: there are none.
+    outer : callable or None
+        Returns labeled source examples that no weight is trained on, as a batch for a step. None: there are none.
     class_weights : Tensor or None
         The class weights of the cross-entropy ``[K]``.
     align : Alignment
@@ -93,6 +95,7 @@ class Context:
     source_size: int = 0
     target_labeled_rows: Tensor | None = None
     target_labeled: Callable[[int], Batch] | None = None
+    outer: Callable[[int], Batch] | None = None
     class_weights: Tensor | None = None
     align: Alignment = dataclasses.field(default_factory=Alignment)
     ema_decay: float = 0.0

@@ -1,7 +1,7 @@
 r"""Meta-Tsallis-Entropy Minimization (Lu et al., IJCAI 2023), Algorithm 1, with changes that real data requires.
 
 Each unlabeled text :math:`x_i` has its own entropy index :math:`\psi_i`. One step, on a target batch :math:`B` and a labeled
-batch :math:`V`:
+batch :math:`V` (with the run's setting `outer_share`, of labeled texts that no weight is trained on):
 
 .. math::
     \tilde y_i &\sim \mathrm{softmax}(\mathrm{score}_i / \kappa_t) \\
@@ -214,13 +214,14 @@ class Mtem(Method):
         if self.shared is not None:
             assert pseudo is not None
             self._describe(self.shared, inputs, pseudo, target.rows, source)
+        outer = source if self.context.outer is None or not settings.meta else self.context.outer(number)
         loss: Tensor | None = None
         gradients: dict[str, Tensor] | None = None
         if self.recorder is not None:
-            gradients = self._recorded_gradient(self.recorder, number, inputs, pseudo, target.rows, source, temperature, log)
+            gradients = self._recorded_gradient(self.recorder, number, inputs, pseudo, target.rows, outer, temperature, log)
         else:
             assert pseudo is not None
-            loss = settings.target_weight * self._target_loss(number, inputs, pseudo, target.rows, source, log)
+            loss = settings.target_weight * self._target_loss(number, inputs, pseudo, target.rows, outer, log)
 
         if settings.source_weight:
             self.model.train(settings.dropout)
@@ -231,12 +232,10 @@ class Mtem(Method):
         update(loss, gradients=gradients)
         return log
 
-    def _target_loss(
-        self, number: int, inputs: Inputs, pseudo: PseudoLabels, rows: Tensor, source: Batch, log: StepLog
-    ) -> Tensor:
+    def _target_loss(self, number: int, inputs: Inputs, pseudo: PseudoLabels, rows: Tensor, outer: Batch, log: StepLog) -> Tensor:
         """Run the outer loop by an engine of `mtem.metagrad`, and return the Tsallis loss with its graph."""
         if self.settings.meta:
-            meta = self.index_gradient(inputs, pseudo, rows, source)
+            meta = self.index_gradient(inputs, pseudo, rows, outer)
             self._learn_index(rows, meta.gradient, number)
             log["meta_loss"] = meta.source_loss
         self.model.train(self.settings.dropout)
@@ -252,7 +251,7 @@ class Mtem(Method):
         inputs: Inputs,
         pseudo: PseudoLabels | None,
         rows: Tensor,
-        source: Batch,
+        outer: Batch,
         temperature: float | Tensor,
         log: StepLog,
     ) -> dict[str, Tensor]:
@@ -264,7 +263,7 @@ class Mtem(Method):
         settings = self.settings
         at_theta: layerwise.SourceGradient | None = None
         if settings.meta and not settings.virtual_step:
-            at_theta = layerwise.source_gradient(recorder, lambda: self._source_losses(source))
+            at_theta = layerwise.source_gradient(recorder, lambda: self._source_losses(outer))
         self.model.train(settings.dropout)
         recording = self._record(recorder, inputs, len(rows))
         if pseudo is None:
@@ -274,7 +273,7 @@ class Mtem(Method):
         recording.backward(tsallis.surprisal(log_probs, labels))
         log_probs = log_probs.detach()
         if settings.meta:
-            source_loss = (lambda: self._source_losses(source)) if at_theta is None else at_theta
+            source_loss = (lambda: self._source_losses(outer)) if at_theta is None else at_theta
             meta = layerwise.meta_gradient(
                 recording,
                 log_probs,

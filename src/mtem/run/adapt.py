@@ -27,7 +27,7 @@ from mtem.run.directory import REHEARSAL, RunDirectory
 from mtem.run.pipeline import Observer, Run
 from mtem.run.pretrained import begin_pretrained, describe_pretrained, find_pretrained
 from mtem.run.result import Adapted
-from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out
+from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out, warn_of_other_division
 from mtem.selection import diagnostics
 from mtem.selection.diagnostics import advised_against, not_rehearsed, other_texts, settings_differ
 from mtem.selection.left_out import LeftOut
@@ -164,7 +164,9 @@ def adapt(
     corpora = load_corpora(source, target, target_labeled, method_cls, model_cls, columns)
     request = describe_request(corpora, chosen, method=method, preset=preset, model=str(model), source_model=source_model)
     request |= {"choices": choices, "rehearsal": None if rehearsal is None else describe_rehearsal(rehearsal, request)}
-    if source_model is None:
+    if source_model is not None:
+        warn_of_other_division(source_model, request)
+    else:
         pretrained = pretrained or find_pretrained(rehearsal, request, chosen.training)
     request |= {"pretrained": describe_pretrained(pretrained)}
     if resume and path is not None and is_finished(RunDirectory(path), request):

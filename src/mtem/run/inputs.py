@@ -29,18 +29,20 @@ class RunInputs:
         Source texts, followed by the labeled target texts.
     labels
         Class numbers of `labeled`.
-    train_rows, held_out_rows, target_labeled_rows
-        Rows of `labeled`: trained on (the target's among them), held out of the source, and those of the target.
+    train_rows, held_out_rows, outer_rows, target_labeled_rows
+        Rows of `labeled`: trained on (the target's among them), held out of the source, kept for the outer loop of mtem (by the
+        setting `outer_share`), and those of the target.
     class_shares
         Share of each class among the labels that are trained on.
-    source_stream, target_stream, target_labeled_stream
-        Batches by step number, after `encode`. The last is None without labeled target texts. After `keep_lower` they have the
+    source_stream, target_stream, target_labeled_stream, outer_stream
+        Batches by step number, after `encode`. The last two are None without such texts. After `keep_lower` they have the
         output of the frozen layers, if there are any.
     """
 
     source_stream: Stream
     target_stream: Stream
     target_labeled_stream: Stream | None
+    outer_stream: Stream | None
 
     def __init__(
         self, model: Model, settings: TrainingSettings, source: Corpus, target: Corpus, target_labeled: Corpus | None
@@ -52,6 +54,7 @@ class RunInputs:
                 f"{source.name}: no {source.unit} could be held out for validation, there are too few different ones; "
                 f"give more labeled {source.unit}"
             )
+        train, self.outer_rows = keep_for_outer_loop(source, train, settings)
         self.labeled = source if target_labeled is None else Corpus.concatenate([source, target_labeled])
         self.labels = self.labeled.label_numbers(source.classes)
         self.target_labeled_rows = np.arange(len(source), len(self.labeled))
@@ -86,6 +89,9 @@ class RunInputs:
         if len(rows):  # the same texts that the labeled batches have
             often = share or len(rows) / len(self.train_rows)
             self.target_labeled_stream = Stream(model, labeled, rows, self.labels, texts_per_batch(size, often), 2 * seed + 1)
+        self.outer_stream = None
+        if len(self.outer_rows):
+            self.outer_stream = Stream(model, labeled, self.outer_rows, self.labels, size, 2 * seed + 1)
 
     def _encoded(self, corpus: Corpus, name: str, progress: Progress) -> EncodedCorpus:
         with progress.stage(f"tokens of the {name} {self.unit}", len(corpus)):
@@ -93,7 +99,8 @@ class RunInputs:
 
     def keep_lower(self, directory: RunDirectory, progress: Progress) -> None:
         """Run the frozen layers of the model, if there are any, once for each text."""
-        for name, streams in (("labeled", (self.source_stream, self.target_labeled_stream)), ("target", (self.target_stream,))):
+        labeled = self.source_stream, self.target_labeled_stream, self.outer_stream
+        for name, streams in (("labeled", labeled), ("target", (self.target_stream,))):
             path, stage = directory.frozen_path(name), f"frozen layers, {name} {self.unit}"
             store = directory.frozen_store
             tokens = self.model.keep_lower(streams[0].tokens, path, progress, stage, FROZEN_LIMIT, store)
@@ -107,3 +114,37 @@ class RunInputs:
             return None
         weights = 1 / (len(self.classes) * np.maximum(self.class_shares, 1 / len(self.train_rows)))
         return torch.tensor(weights, dtype=torch.float32, device=self.model.device)
+
+
+def keep_for_outer_loop(source: Corpus, train: np.ndarray, settings: TrainingSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Divide rows into those that are trained on and those of the setting `outer_share`.
+
+    Parameters
+    ----------
+    source
+        The labeled source texts.
+    train
+        The rows that are not held out for validation.
+    settings
+        With `outer_share`, `validation_share` and `seed`.
+
+    Raises
+    ------
+    RequestError
+        If texts are asked for and there are too few.
+    """
+    share = settings.outer_share
+    if not share:
+        return train, np.array([], dtype=np.int64)
+    if share + settings.validation_share >= 1:
+        raise RequestError(
+            f"setting outer_share={share}: with validation_share={settings.validation_share} no {source.unit} are left to train "
+            "on; give a smaller share"
+        )
+    train, outer = hold_out(source, source.classes, share / (1 - settings.validation_share), settings.seed, among=train)
+    if not len(outer):
+        raise RequestError(
+            f"{source.name}: no {source.unit} could be kept for outer_share={share}, there are too few different ones; give more "
+            f"labeled {source.unit}, or outer_share=0"
+        )
+    return train, outer

@@ -421,6 +421,7 @@ class Run:
             source_size=len(inputs.labeled),
             target_labeled_rows=torch.from_numpy(inputs.target_labeled_rows).to(self.model.device),
             target_labeled=inputs.target_labeled_stream,
+            outer=inputs.outer_stream if adapts else None,
             class_weights=inputs.class_weights(),
             align=self.candidates.prior.alignment,
             **(self.teacher_and_view() if adapts else {}),
@@ -506,6 +507,7 @@ class Run:
             "texts": {
                 "source_trained_on": len(self.inputs.train_rows),
                 "source_held_out": len(self.inputs.held_out_rows),
+                "source_outer": len(self.inputs.outer_rows),
                 "target": len(self.inputs.target),
                 "target_labeled": len(self.inputs.target_labeled_rows),
             },

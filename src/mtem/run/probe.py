@@ -241,7 +241,7 @@ class Probe:
         run, inputs = self.run, self.run.inputs
         training = target is None
         count, rate = (run.source_steps, run.source_learning_rate) if training else (run.steps, run.learning_rate)
-        method = method_cls(self.model, settings, context := self.context(count, lower, adapts=not training))
+        method = method_cls(self.model, settings, context := self.context(count, lower, len(source.rows), adapts=not training))
         trainer = Trainer(
             method, run.settings, name="timing", steps=count, learning_rate=rate, source=inputs.source_stream,
             target=None if training else inputs.target_stream, progress=Progress(quiet=True), optimizer=optimizer,
@@ -266,12 +266,15 @@ class Probe:
         inputs, rows = self.model.split(batch.inputs, -(-len(batch.rows) // count))[0]
         return Batch(inputs, labels, batch.rows[:count]) if rows == slice(0, count) else batch
 
-    def context(self, steps: int, lower: bool, *, adapts: bool) -> Context:
-        """Return what a method knows of the run, with an alignment of its own."""
+    def context(self, steps: int, lower: bool, texts: int, *, adapts: bool) -> Context:
+        """Return what a method knows of the run, with an alignment of its own; `texts` are in a labeled batch."""
         context = dataclasses.replace(self.run.context(steps, adapts=adapts), align=Alignment())
         if (stream := self.run.inputs.target_labeled_stream) is not None:
             labeled = self.batch(stream, stream.rows(0), lower)
             context.target_labeled = lambda step: labeled
+        if context.outer is not None and (stream := self.run.inputs.outer_stream) is not None:
+            outer = self.batch(stream, average_rows(stream)[:texts], lower)
+            context.outer = lambda step: outer
         return context
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from mtem.training.weights import everything, load
 
 if TYPE_CHECKING:
     from mtem.run.result import Adapted
+
+logger = logging.getLogger(__name__)
 
 
 def begin_from(model: Model, source: Adapted) -> None:
@@ -54,6 +57,18 @@ def matching_left_out(source_model: Adapted | None, request: Mapping[str, Any]) 
         if data_identity(request["data"][part]) != data_identity(source_model.record["data"][part]):
             return None
     return source_model.left_out()
+
+
+def warn_of_other_division(source_model: Adapted, request: Mapping[str, Any]) -> None:
+    """Log a warning if the source model may have been trained on texts that this run keeps for the outer loop."""
+    now, before = request["settings"], source_model.record.get("settings", {})
+    other = [name for name in ("outer_share", "validation_share", "seed") if before.get(name) != now[name]]
+    if now["outer_share"] and other:
+        was, wanted = (", ".join(f"{name}={values.get(name)}" for name in other) for values in (before, now))
+        logger.warning(
+            "%s: was trained with %s, so it may have seen labels that outer_share keeps from the weights; train one with %s",
+            source_model.path or "the source model", was, wanted,
+        )  # fmt: skip
 
 
 def data_identity(entries: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 LENGTHS = 4  # about so many different lengths of padded batches
 MOST_GRAPHS = 100
+FURTHER = ("target_labeled", "outer")  # batches of a step that the method asks its context for
 
 Step: TypeAlias = Callable[[int, Batch, "Batch | None"], StepLog]
 # Runs a function in such a way that the kernels it launches can be launched again; returns its result and a function that does.
@@ -126,8 +127,8 @@ class StepGraphs:
 
     def step(self, number: int, source: Batch, target: Batch | None) -> StepLog:
         """Run one step of the method, as `Method.step` does. What it logs is valid until the next step."""
-        labeled = self.method.context.target_labeled
-        batches = (source, target, None if labeled is None or not self.active else labeled(number))
+        makers = [getattr(self.method.context, name) if self.active else None for name in FURTHER]
+        batches = (source, target, *(None if make is None else make(number) for make in makers))
         key = tuple(_signature(batch) for batch in batches)
         if key in self._graphs:
             return self._replay(self._graphs[key], number, batches)
@@ -144,15 +145,17 @@ class StepGraphs:
         return graph.log
 
     def _run(self, number: int, batches: tuple[Batch | None, ...]) -> StepLog:
-        source, target, target_labeled = batches
+        source, target, *further = batches
         context = self.method.context
-        original = context.target_labeled
-        if target_labeled is not None:
-            context.target_labeled = lambda _: target_labeled
+        originals = {name: getattr(context, name) for name in FURTHER}
+        for name, batch in zip(FURTHER, further, strict=True):
+            if batch is not None:
+                setattr(context, name, lambda _, batch=batch: batch)
         try:
             return self._step(number, cast(Batch, source), target)
         finally:
-            context.target_labeled = original
+            for name, original in originals.items():
+                setattr(context, name, original)
 
     def _replay(self, graph: _Graph, number: int, batches: tuple[Batch | None, ...]) -> StepLog:
         for static, batch in zip(graph.batches, batches, strict=True):

@@ -91,6 +91,13 @@ class TrainingSettings:
         choices=priors.KINDS,
     )
     validation_share: float = setting(0.1, "share of the labeled texts held out", low=0.01, high=0.5)
+    outer_share: float = setting(
+        0.0,
+        "share of the labeled source texts that no weight is trained on, and against which mtem learns its indexes; the other "
+        "methods train on fewer texts; 0: the labeled batch of the step, as in the paper",
+        low=0.0,
+        high=0.5,
+    )
     criterion: str = setting(DEFAULT_CRITERION, "how weights are chosen without target labels", choices=(*CRITERIA, LAST))
     evaluations: int = setting(8, "how often weights are evaluated during the adaptation", low=1)
     evaluation_texts: int = setting(1000, "target texts, and at most as many held-out texts, in each evaluation", low=10)
