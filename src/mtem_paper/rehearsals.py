@@ -44,8 +44,8 @@ from mtem_paper.runner import SOURCE_MODELS
 RECORDS, OUTPUTS, FAILURES = "rehearsals", "rehearsal-outputs", "failures"  # folders below the results' folder
 PASSES = 12
 PRESET = "recommended"
-RATES = {"amazon": 2e-5, "pheme": 5e-4}  # of an adaptation, by default
-LONGEST_WAIT = 300.0  # seconds for a source model that another process trains
+RATES = {"amazon": 2e-5, "pheme": 5e-4}  # which the factors of learning rates multiply
+LONGEST_WAIT = 1800.0  # seconds for a source model that another process trains
 _HALVED = ("logits", "held_out_logits", "test_logits")  # stored with 16 bits
 _ARRAYS = ("epochs", "infomax", "logits", "labels", "held_out_logits", "held_out_labels")
 
@@ -311,7 +311,7 @@ class Rehearser:
             place, about = task.place, DATASETS[task.place.dataset]
             overrides = json.loads(task.overrides)
             passes = int(overrides.pop("epochs", PASSES))
-            given = {**about.given, **overrides, "seed": place.seed, "device": self.device}
+            given = {**about.settings_of(place.model), **overrides, "seed": place.seed, "device": self.device}
             target = splits.read(place.dataset, self.data, place.target, next(iter(about.pools)))
             corpus = load_corpus(target.sources, labeled=True)
             domains = find_domains(corpus, lambda: np.zeros((0, 0)), place.seed)

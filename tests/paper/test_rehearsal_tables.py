@@ -153,7 +153,7 @@ def test_what_cannot_be_rehearsed_has_the_settings_of_mtem(results):
     paper = planned(results, variants=["mtem-paper"], targets=["books"])[0]
     assert "learning_rate" not in paper.given and paper.factors == (1.0,) and paper.protocol == 4
     out = planned(results, variants=["out"], targets=["books"])[0]
-    assert out.protocol == 1 and out.given == protocol.plan(["general"], "amazon", "minilm", "minilm", variants=["out"])[0].given
+    assert out.protocol == 4 and out.given == protocol.plan(["general"], "amazon", "minilm", "minilm", variants=["out"])[0].given
 
 
 def test_without_a_rehearsal_a_cell_is_refused(tmp_path):

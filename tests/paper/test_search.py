@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from mtem import adapt
@@ -27,7 +29,7 @@ def test_cells_say_all_that_tables_need(ran):
         assert chosen["score"] == result["score"], "the observer saw what the finished model says"
         assert chosen["criterion_score"] == max(entry["criterion_score"] for entry in result["search"])
         rates = [entry["settings"]["learning_rate"] for entry in result["search"]]
-        assert rates == [2e-5 * factor for factor in ((1,) if result["variant"] == "out" else (1, 2.5))]
+        assert rates == [5e-5 * factor for factor in ((1,) if result["variant"] == "out" else (1, 2.5))]
         assert ("history" in result) == (result["variant"] == "mtem")
         assert result["classes"] == ["negative", "positive"] and result["selected_by"] == "infomax" and not result["oracle"]
         assert result["overrides"] and result["machine"] and result["versions"]["torch"] and result["settings"]["steps"] == 2
@@ -143,3 +145,27 @@ def test_a_calibrated_model_begins_from_the_same_theta_1_and_scores_the_same(ran
     for name in ("score", "predictions", "source_score", "target_selected", "estimate"):
         assert calibrated[name] == plain[name], name
     (folder / later[0].address).unlink()
+
+
+def test_a_variant_without_pretraining_has_its_own_theta_1(amazon, encoder, tmp_path, monkeypatch):
+    about = protocol.DATASETS["amazon"]
+    share = protocol.Share(given={"pretrain_epochs": 1.0})
+    monkeypatch.setitem(protocol.DATASETS, "amazon", dataclasses.replace(about, planned={**about.planned, "tiny": share}))
+    pretrained = []
+
+    def watched(*given, **options):
+        adapted = adapt(*given, **options)
+        if "source_model" not in options:
+            pretrained.append((options["method"], adapted.record["steps"]["pretrain"] > 0))
+        return adapted
+
+    monkeypatch.setattr(search, "adapt", watched)
+    found = planned(encoder, ["out", "out-without-pretraining", "fixmatch", "mme", "oracle"])
+    assert not runner.run(found, tmp_path, data=amazon, model=str(encoder), device="cpu").failed
+    source, halves = ("source-only", True), [("source-only", True)] * 2
+    assert pretrained == [source, ("source-only", False), ("mme", True), *halves]
+    scores = {each["variant"]: each for each in results_of(tmp_path, found).values()}
+    assert scores["fixmatch"]["source_score"] == scores["out"]["score"]
+    assert scores["out"]["settings"]["pretrain_epochs"] == 1.0 == scores["fixmatch"]["settings"]["pretrain_epochs"]
+    assert scores["out-without-pretraining"]["settings"]["pretrain_epochs"] == 0.0
+    assert len(list((tmp_path / runner.SOURCE_MODELS).glob("*/*/*/*/*"))) == 2

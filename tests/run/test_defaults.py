@@ -10,47 +10,16 @@ import torch
 import mtem
 from mtem import methods, settings
 from mtem.errors import RequestError
-from mtem.models.base import Model
-from mtem.models.trees.model import BigcnModel
 from mtem.progress import Progress
 from mtem.run import defaults, pipeline, probe
 from mtem.run.adapt import find_settings
 from mtem.training.pretraining import MaskedWords
 from mtem.training.settings import TrainingSettings
 from tests.bench import stopped_after
+from tests.devices import Encoder, Threads
 
 NAMES = ("max_length", "epochs", "pretrain_epochs", "learning_rate")
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
-
-
-class Encoder:
-    """As much of an encoder of texts as defaults depend on."""
-
-    threads, defaults = False, Model.defaults
-
-    def __init__(self, device, frozen_layers=0, hidden_width=384, obstacle=None):
-        self.device, self.frozen_layers, self.hidden_width, self.obstacle = device, frozen_layers, hidden_width, obstacle
-
-    def pretraining_obstacle(self):
-        return self.obstacle
-
-    def default_learning_rates(self):
-        return (5e-4, 2e-4) if self.frozen_layers else (5e-5, 2e-5)
-
-
-class Threads(Encoder):
-    threads, defaults = True, BigcnModel.defaults
-
-    @property
-    def hidden_width(self):
-        raise NotImplementedError
-
-    @hidden_width.setter
-    def hidden_width(self, value):
-        pass
-
-    def default_learning_rates(self):
-        return 2e-3, 5e-4
 
 
 def resolved(model, preset="recommended", *, given=None, **options):
