@@ -45,5 +45,7 @@ def logits(
         for side, edges in (("up.", rising), ("down.", falling)):
             own = {name.removeprefix(side): value for name, value in weights.items() if name.startswith(side)}
             parts.append(direction(own, values, edges))
+        if "root.weight" in weights:
+            parts.append(np.maximum(weights["root.weight"] @ values[0] + weights["root.bias"], 0))
         rows.append(weights["head.weight"] @ np.concatenate(parts) + weights["head.bias"])
     return np.stack(rows)

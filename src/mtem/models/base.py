@@ -218,6 +218,19 @@ class Model(nn.Module, abc.ABC):
             Called with (examples done, all examples) from time to time.
         """
 
+    def learn_domains(self, labeled: EncodedCorpus, domains: np.ndarray, target: EncodedCorpus) -> None:
+        """Learn, before any batch is made, what makes texts of different domains alike.
+
+        Parameters
+        ----------
+        labeled
+            The labeled texts of a run.
+        domains
+            The source domain of each of them, as a number; -1: the target.
+        target
+            The unlabeled texts. What is encoded later is taken to be of their domain.
+        """
+
     @abc.abstractmethod
     def encode_texts(self, texts: Sequence[str]) -> EncodedCorpus:
         """Return a few encoded texts, in memory."""

@@ -74,6 +74,9 @@ class RunInputs:
         model, size, seed = self.model, self.settings.batch_size, self.settings.seed
         labeled = self._encoded(self.labeled, "labeled", progress)
         target = self._encoded(self.target, "target", progress)
+        domains = np.full(len(self.labeled), -1)
+        domains[: len(self.domain_numbers)] = self.domain_numbers
+        model.learn_domains(labeled, domains, target)
         share, rows = self.settings.target_labeled_share, self.target_labeled_rows
         self.source_stream = Stream(
             model, labeled, self.train_rows, self.labels, size, 2 * seed, extra=rows, extra_share=share or 0.0

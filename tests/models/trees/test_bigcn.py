@@ -52,13 +52,32 @@ def weights_of(module) -> dict[str, np.ndarray]:
 # ---------------------------------------------------------------------- the network
 
 
+@pytest.mark.parametrize("root_hidden", [0, 4])
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-def test_the_network_is_the_slow_reading(kind):
+def test_the_network_is_the_slow_reading(kind, root_hidden):
     shapes = [*SHAPES.values(), make_parents(30, np.random.default_rng(0)), [-1]]
     features, graph, matrices = problem(kind, shapes)
-    wanted = reference.logits(weights_of(network()), matrices, shapes)
+    made = network(root_hidden=root_hidden)
+    wanted = reference.logits(weights_of(made), matrices, shapes)
     assert wanted.std(axis=0).min() > 1e-2, "the trees must differ"
-    assert_near(network()(features, graph), wanted)
+    assert_near(made(features, graph), wanted)
+
+
+def test_what_the_root_says_is_dropped_before_and_after_its_layer():
+    features, graph, _ = problem("dense", [SHAPES["star"]] * 400)
+    made = network(root_hidden=4, dropout=0.5, drop_edge=0.0)
+    with torch.no_grad():
+        made.head.weight[:, : 4 * 5] = 0  # the convolutions say nothing
+        made.root.bias.zero_()
+    made.train()
+    seen = []
+    made.root.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
+    made.head.register_forward_hook(lambda _, given, out: seen.append(given[0][:, -4:]))
+    made(features, graph)
+    (values, before), after = seen
+    assert 0.4 < (values == 0).double().mean() < 0.6
+    positive = before > 0
+    assert 0.4 < (after[positive] == 0).double().mean() < 0.6 and not after[~positive].any()
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])

@@ -218,7 +218,7 @@ def test_half_precision_gives_float32_logits_near_the_full_ones(model, rows):
 
 def test_head_and_features(model, rows):
     logits, features = model.logits_and_features(batch(model, rows))
-    assert features.shape == (24, 4 * 6)
+    assert features.shape == (24, 4 * 6 + model.network.root_hidden)
     torch.testing.assert_close(model.head(features), logits)
     assert model.head_names() == {"network.head.weight", "network.head.bias"}
 
@@ -531,6 +531,60 @@ def test_threads_without_any_text_get_no_prediction(finished, tmp_path):
     rows[1]["nodes"] = [{"id": "a", "parent": None, "text": ""}]
     done = inference.predict_file(finished[1].model, write_threads(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl")
     assert done.empty == 1 and json.loads((tmp_path / "out.jsonl").read_text().splitlines()[1])["prediction"] is None
+
+
+def test_features_are_centred_by_domain(files, encoder, tmp_path):
+    """Roots and replies of each source domain, and of the target, have the mean 0; labeled and new threads are the target's."""
+    seen = {}
+    original = BigcnModel.learn_domains
+
+    def watched(self, labeled, domains, target):
+        original(self, labeled, domains, target)
+        seen.update(labeled=labeled, domains=domains, target=target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BigcnModel, "learn_domains", watched)
+        few = write_threads(tmp_path / "few.jsonl", make_threads(12, 7))
+        given = {"features": "encoder", "encoder": str(encoder), "max_length": 32, "method": "source-only"}
+        adapted = adapt(files, output=tmp_path / "run", target_labeled=str(few), **given)
+    groups = {name: (seen["labeled"], (seen["domains"] == number).nonzero()[0]) for name, number in (("paris", 0), ("ottawa", 1))}
+    groups["target"] = seen["target"], np.arange(80)
+    for name, (threads, numbers) in groups.items():
+        found = threads.batch(numbers)
+        is_root = np.zeros(len(found["parents"]), bool)
+        is_root[found["roots"]] = True
+        raw = threads.arrays["values"]
+        assert len(numbers) and np.abs(raw).max() > 0.5, name
+        for kind in (is_root, ~is_root):
+            assert np.abs(found["values"][kind].mean(axis=0)).max() < 1e-3, name
+    assert (seen["domains"] == -1).sum() == 12
+    own = (seen["domains"] == -1).nonzero()[0]
+    plain = dict(vars(seen["labeled"])) | {"centres": None}
+    bare = EncodedThreads(plain["lengths"], plain["parents"], plain["arrays"]).batch(own)
+    moved = seen["labeled"].batch(own)
+    shift = bare["values"] - moved["values"]
+    assert_near(shift[moved["roots"]], np.broadcast_to(adapted.model.centre[0], (12, shift.shape[1])), dtype=torch.float32)
+    new = adapted.model.encode_threads(trees_of(make_threads(5, 9)))
+    assert_near(new.centres, adapted.model.centre[np.newaxis])
+    loaded = mtem.load(tmp_path / "run").model
+    assert loaded.centred and np.array_equal(loaded.centre, adapted.model.centre)
+    (tmp_path / "run" / "model" / tree_model.CENTRE).unlink()
+    with pytest.raises(RequestError, match=r"centre\.safetensors"):
+        mtem.load(tmp_path / "run")
+
+
+def test_means_of_a_corpus_are_those_of_its_posts(rows, vectors, monkeypatch):
+    monkeypatch.setattr("mtem.models.trees.encoded.CHUNK", 5)
+    made = make_model(rows, features="vectors", vectors=str(vectors))
+    threads = made.encode_threads(trees_of(rows))
+    numbers = np.array([2, 3, 5, 7, 11, 13, 17, 19, 20, 21, 22, 23])
+    matrices = posts_one_by_one(made, [trees_of(rows)[number] for number in numbers])
+    replies = np.concatenate([matrix[1:] for matrix in matrices])
+    assert len(replies)
+    wanted = np.stack([np.mean([matrix[0] for matrix in matrices], axis=0), replies.mean(axis=0)])
+    assert_near(threads.means(numbers), wanted, dtype=torch.float32)
+    alone = made.encode_texts(["good1", "good2"])
+    assert not alone.means(np.arange(2))[1].any(), "there are no replies"
 
 
 @pytest.mark.parametrize("features", ["vectors", "encoder"])

@@ -10,7 +10,8 @@ to its replies), another from the leaves up, each
 
 where :math:`A_{ij} = 1` for an edge from j to i, :math:`D` counts the edges that arrive at a node (with one from itself) and
 `root` is the row of a node's root. A linear head classifies both :math:`S` together. In training every tree loses a share of its
-edges, with new draws for each direction and pass (DropEdge).
+edges, with new draws for each direction and pass (DropEdge). Beside the two networks the head may read the root alone, through
+:math:`\mathrm{Dropout}(\mathrm{ReLU}(\mathrm{Dropout}(X^{root}) W_3 + b_3))`, which is not in the paper.
 
 All trees of a batch are one graph. Nodes are rows, and index operations replace sparse matrices, which have no forward-mode and
 second derivatives. The graph may stay on the CPU while the weights are on a GPU: everything that depends on its values (counts,
@@ -63,6 +64,10 @@ class Features(Protocol):
         """Return Dropout(ReLU(X_root)) W, one row for each node; every node draws its own dropout."""
         ...
 
+    def root_values(self, width: int, device: torch.device) -> Tensor:
+        """Return X_root, one row for each tree, [trees, width]."""
+        ...
+
 
 class Dense(NamedTuple):
     """X as a matrix."""
@@ -81,6 +86,10 @@ class Dense(NamedTuple):
         if not dropout:
             return (values @ weight).to(weight.dtype).index_select(0, trees)
         return (F.dropout(values.index_select(0, trees), dropout) @ weight).to(weight.dtype)
+
+    def root_values(self, width: int, device: torch.device) -> Tensor:
+        """Return X_root, one row for each tree, [trees, width]."""
+        return self.values.index_select(0, self.graph.roots.to(self.values.device))
 
 
 class Sparse(NamedTuple):
@@ -120,8 +129,8 @@ class Sparse(NamedTuple):
         """Return X as a matrix, [nodes, width]."""
         return _matrix(self.words, self.weights, self.nodes, (len(self.graph.parents), width), device)
 
-    def dense_roots(self, width: int, device: torch.device) -> Tensor:
-        """Return the rows of the roots as a matrix, [trees, width]."""
+    def root_values(self, width: int, device: torch.device) -> Tensor:
+        """Return X_root, one row for each tree, [trees, width]."""
         return _matrix(*self.root_entries(), (len(self.graph.roots), width), device)
 
 
@@ -219,13 +228,24 @@ class BiGCN(nn.Module):
         The dropout rate between the convolutions, in training.
     drop_edge
         The share of edges dropped in each direction and pass, in training.
+    root_hidden
+        The width of the layer that reads the root alone; 0: there is none.
     """
 
-    def __init__(self, width: int, classes: int, hidden: int = 64, dropout: float = 0.5, drop_edge: float = 0.2) -> None:
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        hidden: int = 64,
+        dropout: float = 0.5,
+        drop_edge: float = 0.2,
+        root_hidden: int = 0,
+    ) -> None:
         super().__init__()
-        self.dropout, self.drop_edge = dropout, drop_edge
+        self.dropout, self.drop_edge, self.root_hidden = dropout, drop_edge, root_hidden
         self.down, self.up = Direction(width, hidden), Direction(width, hidden)
-        self.head: Head = nn.Linear(4 * hidden, classes)
+        self.root = nn.Linear(width, root_hidden) if root_hidden else None
+        self.head: Head = nn.Linear(4 * hidden + root_hidden, classes)
 
     def forward(self, features: Features, graph: Graph) -> Tensor:
         """Return logits, [trees, classes]."""
@@ -239,7 +259,11 @@ class BiGCN(nn.Module):
 
         up = self.up(features, moved, sizes, (nodes, moved.parents, kept()), dropout)
         down = self.down(features, moved, sizes, (moved.parents, nodes, kept()), dropout)
-        logits: Tensor = self.head(torch.cat([up, down], dim=1))
+        parts = [up, down]
+        if self.root is not None:
+            values = features.root_values(self.root.in_features, device)
+            parts.append(F.dropout(F.relu(self.root(F.dropout(values, dropout))), dropout).to(up.dtype))
+        logits: Tensor = self.head(torch.cat(parts, dim=1))
         return logits
 
 

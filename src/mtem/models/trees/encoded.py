@@ -10,6 +10,7 @@ import numpy as np
 from mtem.atomic import replaced
 
 Arrays = dict[str, np.ndarray]
+CHUNK = 512  # threads whose values are read at once
 
 
 class EncodedThreads:
@@ -23,12 +24,21 @@ class EncodedThreads:
         For every post the position, in its thread, of the post it replies to; -1 for a root.
     arrays
         The features of the posts as in `features`: "values" [posts, width], or "counts" [posts], "words" and "weights".
+
+    Attributes
+    ----------
+    centres
+        What is subtracted from the values of first posts and of replies, [domains, 2, width]; None: nothing.
+    domains
+        The domain of each thread, among those of `centres`.
     """
 
     padded = False  # batches have no padding, so threads of different sizes may share one
 
     def __init__(self, lengths: np.ndarray, parents: np.ndarray, arrays: Arrays) -> None:
         self.lengths, self.parents, self.arrays = lengths, parents, arrays
+        self.centres: np.ndarray | None = None
+        self.domains = np.zeros(len(lengths), np.int64)
         self._starts = _starts(lengths)
         self._entries = _starts(arrays["counts"]) if "counts" in arrays else None
 
@@ -54,10 +64,26 @@ class EncodedThreads:
         parents = np.where(above < 0, np.arange(len(posts)), above + first[threads])
         graph = {"parents": parents, "threads": threads, "roots": first}
         if self._entries is None:
-            return {**graph, "values": np.asarray(self.arrays["values"][posts], np.float32)}
+            values = np.asarray(self.arrays["values"][posts], np.float32)
+            if self.centres is not None:
+                values = values - self.centres[np.asarray(self.domains)[rows][threads], (above >= 0).astype(np.int64)]
+            return {**graph, "values": values}
         entries, owners = _ranges(self._entries[posts], np.asarray(self.arrays["counts"][posts], np.int64))
         words = np.asarray(self.arrays["words"][entries], np.int64)
         return {**graph, "words": words, "weights": np.asarray(self.arrays["weights"][entries], np.float32), "posts": owners}
+
+    def means(self, threads: np.ndarray) -> np.ndarray:
+        """Return the mean of the values of some threads' first posts, and of their replies, [2, width]."""
+        values = self.arrays["values"]
+        sums, counts = np.zeros((2, values.shape[1])), np.zeros((2, 1))
+        for chunk in np.array_split(threads, max(1, len(threads) // CHUNK)):
+            posts, _ = _ranges(self._starts[chunk], np.asarray(self.lengths[chunk], np.int64))
+            replies = np.asarray(self.parents[posts]) >= 0
+            for kind, chosen in enumerate((posts[~replies], posts[replies])):
+                sums[kind] += np.asarray(values[chosen], np.float32).sum(axis=0)
+                counts[kind] += len(chosen)
+        means: np.ndarray = (sums / np.maximum(counts, 1)).astype(np.float32)
+        return means
 
     @classmethod
     def of(cls, pieces: Iterable[Arrays]) -> EncodedThreads:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 FEATURES: dict[str, type[PostFeatures]] = {features.name: features for features in (Tfidf, Vectors, Embeddings)}
 _FORMAT = 1  # of a saved model, and part of every cache address: increase it when the files change
 _POSTS = 2048  # encoded at once
+CENTRE = "centre.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +55,33 @@ class BigcnSettings(ModelSettings):
     hidden: int = setting(64, "width of each graph convolution", low=1)
     graph_dropout: float = setting(0.5, "dropout rate between the convolutions, in training", low=0.0, high=0.95)
     drop_edge: float = setting(0.2, "share of the edges dropped in each direction and pass, in training", low=0.0, high=1.0)
+    root_hidden: int | None = setting(
+        None, "width of a layer that reads the first post alone, beside the convolutions; none: 128 with features=encoder, "
+        "else 0", low=0,
+    )  # fmt: skip
+    centre: bool | None = setting(
+        None, "subtract the mean over the posts of its domain from the features of a post (not with tfidf); none: true with "
+        "features=encoder"
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Check that the settings fit together."""
         if self.features == "vectors" and self.vectors is None:
             raise RequestError("features=vectors needs a file of word vectors: --set vectors=FILE")
+        if self.features == "tfidf" and self.centre:
+            raise RequestError("centre=true needs dense features; use features=encoder or features=vectors, or centre=false")
+
+    @property
+    def centred(self) -> bool:
+        """Whether features are centred."""
+        return self.features == "encoder" if self.centre is None else self.centre
+
+    @property
+    def root_width(self) -> int:
+        """The width of the layer that reads the first post alone."""
+        if self.root_hidden is not None:
+            return self.root_hidden
+        return 128 if self.features == "encoder" else 0
 
     def check(self) -> None:
         """Check that the word vectors or the encoder exist.
@@ -87,6 +110,13 @@ class BigcnModel(Model):
         The features of posts that it takes.
     classes
         The class names, in the order of the logits.
+    centred
+        Whether the mean over its domain is subtracted from the features of a post; see `learn_domains`.
+
+    Attributes
+    ----------
+    centre
+        The mean of the first posts and of the replies of the target, [2, width]; None before `learn_domains`.
     """
 
     head_path = "network.head"
@@ -105,10 +135,12 @@ class BigcnModel(Model):
 
     network: BiGCN
 
-    def __init__(self, network: BiGCN, features: PostFeatures, classes: Sequence[str]) -> None:
+    def __init__(self, network: BiGCN, features: PostFeatures, classes: Sequence[str], *, centred: bool = False) -> None:
         super().__init__()
         self.network, self.features, self._classes = network, features, tuple(classes)
         self.max_length = features.max_length
+        self.centred = centred
+        self.centre: np.ndarray | None = None
 
     # ------------------------------------------------------------------ creating, saving, loading
 
@@ -149,8 +181,10 @@ class BigcnModel(Model):
         else:
             posts = (text for corpus in corpora for threads in _portions(corpus) for thread in threads for text in thread.texts)
             features = _fit(posts, settings, max_length)
-        network = BiGCN(features.width, len(classes), settings.hidden, settings.graph_dropout, settings.drop_edge)
-        return cls(network, features, classes)
+        network = BiGCN(
+            features.width, len(classes), settings.hidden, settings.graph_dropout, settings.drop_edge, settings.root_width
+        )
+        return cls(network, features, classes, centred=settings.centred)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write config.json, model.safetensors, and the features: vocabulary.json and .safetensors, or a folder "encoder"."""
@@ -166,10 +200,15 @@ class BigcnModel(Model):
             "hidden": self.network.up.hidden,
             "graph_dropout": self.network.dropout,
             "drop_edge": self.network.drop_edge,
+            "root_hidden": self.network.root_hidden,
+            "centred": self.centred,
+            "has_centre": self.centre is not None,
             "cosine_temperature": self.head.temperature if isinstance(self.head, CosineHead) else None,
         }
         self.features.save(directory)
         write_tensors(directory / "model.safetensors", self.network.state_dict())
+        if self.centre is not None:
+            write_tensors(directory / CENTRE, {"centre": torch.from_numpy(self.centre)})
         write_json(directory / "config.json", record)
 
     @classmethod
@@ -195,13 +234,21 @@ class BigcnModel(Model):
                     f"{directory}: its {features.name} features have width {features.width}, but its config.json says "
                     f"{record['width']}; {integrity.AGAIN}"
                 )
-            network = BiGCN(features.width, len(classes), record["hidden"], record["graph_dropout"], record["drop_edge"])
+            network = BiGCN(
+                features.width, len(classes), record["hidden"], record["graph_dropout"], record["drop_edge"],
+                record.get("root_hidden", 0),
+            )  # fmt: skip
             if record["cosine_temperature"] is not None:
                 network.head = CosineHead(network.head, record["cosine_temperature"])
             weights = read_tensors(directory / integrity.WEIGHTS)
             integrity.check_tensors(weights, network.state_dict(), f"{directory}: {integrity.WEIGHTS}")
             network.load_state_dict(weights)
-            return cls(network, features, classes)
+            model = cls(network, features, classes, centred=record.get("centred", False))
+            if record.get("has_centre", False):
+                expected = {"centre": torch.zeros(2, features.width)}
+                integrity.check_tensors(read := read_tensors(directory / CENTRE), expected, f"{directory}: {CENTRE}")
+                model.centre = read["centre"].numpy()
+            return model
         except RequestError:
             raise
         except FileNotFoundError as error:
@@ -244,11 +291,28 @@ class BigcnModel(Model):
                 if progress is not None:
                     progress(done, len(corpus))
 
-        return stored(cache_folder("threads", cache) / address, pieces(), self.features.width)
+        return self._of_the_target(stored(cache_folder("threads", cache) / address, pieces(), self.features.width))
+
+    def learn_domains(self, labeled: EncodedCorpus, domains: np.ndarray, target: EncodedCorpus) -> None:
+        """Centre the features: of each source domain at the mean of its posts, of all other threads at the mean of the target's.
+
+        First posts and replies have their own means.
+        """
+        if not self.centred or not isinstance(labeled, EncodedThreads) or not isinstance(target, EncodedThreads):
+            return
+        self.centre = target.means(np.arange(len(target)))
+        centres = [labeled.means((domains == number).nonzero()[0]) for number in range(int(domains.max(initial=-1)) + 1)]
+        labeled.centres, labeled.domains = np.stack([*centres, self.centre]), domains  # the last one is also number -1
+        self._of_the_target(target)
+
+    def _of_the_target(self, threads: EncodedThreads) -> EncodedThreads:
+        """Return the threads, centred as those of the target."""
+        threads.centres = None if self.centre is None else self.centre[np.newaxis]
+        return threads
 
     def encode_threads(self, threads: Sequence[Thread]) -> EncodedThreads:
         """Return a few encoded threads, in memory."""
-        return EncodedThreads.of([self._piece(threads)])
+        return self._of_the_target(EncodedThreads.of([self._piece(threads)]))
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedThreads:
         """Return texts as threads without replies, in memory."""
@@ -290,7 +354,7 @@ class BigcnModel(Model):
     def _root_values(self, inputs: Inputs) -> Tensor:
         if "values" in inputs:
             return send(inputs["values"][inputs["roots"]], self.device)
-        return _sparse(inputs, _graph(inputs)).dense_roots(self.features.width, self.device)
+        return _sparse(inputs, _graph(inputs)).root_values(self.features.width, self.device)
 
     def input_embeddings(self, inputs: Inputs) -> Tensor:
         """Return the features of the posts as a dense matrix, [posts, width]."""

@@ -103,7 +103,8 @@ class Noisy:
 
     def __init__(self, features: Features, root_values: Tensor, noise: Noise, graph: Graph) -> None:
         self.features, self.noise, self.graph = features, noise, graph
-        self.values = F.relu(root_values + noise.roots)
+        self.roots = root_values + noise.roots
+        self.values = F.relu(self.roots)
 
     def times(self, weight: Tensor) -> Tensor:
         """Return (X + noise) W, one row for each node."""
@@ -119,6 +120,10 @@ class Noisy:
             given = self.values, weight, self.columns, self.graph.sizes.tolist(), dropout
             return cast(Tensor, _DroppedProduct.apply(*given))  # type: ignore[no-untyped-call]
         return (F.dropout(self.values.index_select(0, self.graph.trees), dropout) @ weight).to(weight.dtype)
+
+    def root_values(self, width: int, device: torch.device) -> Tensor:
+        """Return X_root + noise, one row for each tree, [trees, width]."""
+        return self.roots
 
     def _plain_times(self, weight: Tensor) -> Tensor:
         """Return X W by a sum over the words of each node, many times as fast as `Sparse.times` on a CPU."""
@@ -159,6 +164,10 @@ class Watched:
     def roots_times(self, weight: Tensor, dropout: float) -> Tensor:
         """Return Dropout(ReLU(X_root)) W, one row for each node; every node draws its own dropout."""
         return self.features.roots_times(weight, dropout)
+
+    def root_values(self, width: int, device: torch.device) -> Tensor:
+        """Return X_root, one row for each tree, [trees, width]."""
+        return self.features.root_values(width, device)
 
 
 class _DroppedProduct(torch.autograd.Function):
