@@ -30,7 +30,7 @@ from mtem.run.adapt import adapt, find_settings
 from mtem.run.record import machine, now
 from mtem.run.result import Adapted
 from mtem.training.weights import add_bias, clone, everything, load
-from mtem_paper import splits
+from mtem_paper import pretrained, splits
 from mtem_paper.cells import SEMI_SUPERVISED, Cell
 from mtem_paper.protocol import DATASETS
 
@@ -56,6 +56,7 @@ class Group:
 
     def __init__(self, cell: Cell, data: Path, model: str, device: str, source_models: Path) -> None:
         self.cell, self.model, self.device, self.source_models = cell, model, device, source_models
+        self.encoders = pretrained.Store(source_models / pretrained.FOLDER, model, device)
         target = splits.read(cell.dataset, data, cell.target, cell.pool)
         division = splits.divide(target, cell.seed)
         self.source = load_corpus(target.sources, labeled=True)
@@ -123,6 +124,9 @@ class Group:
         Confidences are not calibrated: cells score labels, and in half precision a scaled head may round a few differently.
         """
         default = self.all_labels if cell.oracle else self.target_labeled
+        if "source_model" not in options:
+            place = cell.dataset, cell.model, cell.pool, cell.target, str(cell.seed)
+            options["pretrained"] = self.encoders.find(place, self.source, self.target, {**given, "seed": cell.seed})
         return adapt(
             self.source, self.target, target_labeled=default if labeled is None else labeled, model=self.model,
             method=method, progress=Progress(Console(file=io.StringIO()), quiet=True),

@@ -31,6 +31,7 @@ def record(
         "trial": {"domain": domain, "method": method, "learning_rate": rate, "prior": prior, "rare": rare},
         "metric": "accuracy", "classes": ["negative", "positive"], "assumed_shares": None, "candidates": candidates,
         "seconds": 1.0, "machine": "a machine", "settings": {"epochs": float(PASSES)}, "overrides": {},
+        "protocol": 4,
     }  # fmt: skip
 
 
@@ -126,6 +127,20 @@ def test_configurations_that_were_not_tried_on_all_sources_do_not_count(results)
     chosen = rehearsed_settings.choices(results, "amazon", "minilm")
     assert chosen["books", "mtem", False]["learning_rate"] == pytest.approx(2e-5)
     assert chosen["dvd", "mtem", False]["learning_rate"] == pytest.approx(5e-5)
+
+
+def test_trials_under_earlier_rules_choose_nothing_and_are_read_while_there_are_more_of_them(tmp_path):
+    earlier = [
+        {name: value for name, value in made.items() if name != "protocol"}
+        for made in whole("mtem", [0.80, 0.83, 0.84, 0.84], [0.81, 0.83, 0.86, 0.85])
+    ]
+    save(tmp_path, *earlier)
+    assert not rehearsed_settings.choices(tmp_path, "amazon", "minilm")
+    save(tmp_path, *list(whole("fixmatch", [0.7, 0.8, 0.8, 0.8], [0.7, 0.8, 0.8, 0.8]))[:-1])
+    assert {trial.trial.method for trial in rehearsals.read(tmp_path)} == {"mtem"}
+    assert {method for _, method, _ in rehearsed_settings.choices(tmp_path, "amazon", "minilm")} == {"fixmatch"}
+    save(tmp_path, *whole("fixmatch", [0.7, 0.8, 0.8, 0.8], [0.7, 0.8, 0.8, 0.8]))
+    assert {trial.trial.method for trial in rehearsals.read(tmp_path)} == {"fixmatch"}
 
 
 # ---------------------------------------------------------------------- cells with rehearsed settings

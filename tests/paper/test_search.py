@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from mtem import adapt
+from mtem_paper import pretrained as paper_pretrained
 from mtem_paper import protocol, runner, search
 from tests.paper.tiny import TINY, planned, results_of
 
@@ -151,21 +152,26 @@ def test_a_variant_without_pretraining_has_its_own_theta_1(amazon, encoder, tmp_
     about = protocol.DATASETS["amazon"]
     share = protocol.Share(given={"pretrain_epochs": 1.0})
     monkeypatch.setitem(protocol.DATASETS, "amazon", dataclasses.replace(about, planned={**about.planned, "tiny": share}))
-    pretrained = []
+    pretrained, trained = [], []
 
     def watched(*given, **options):
         adapted = adapt(*given, **options)
         if "source_model" not in options:
-            pretrained.append((options["method"], adapted.record["steps"]["pretrain"] > 0))
+            pretrained.append((options["method"], adapted.record["pretrained"] is not None))
+            assert adapted.record["steps"]["pretrain"] == 0, "all share one encoder"
         return adapted
 
+    original = paper_pretrained.pretrain
     monkeypatch.setattr(search, "adapt", watched)
+    monkeypatch.setattr(paper_pretrained, "pretrain", lambda *given: trained.append(1) or original(*given))
     found = planned(encoder, ["out", "out-without-pretraining", "fixmatch", "mme", "oracle"])
     assert not runner.run(found, tmp_path, data=amazon, model=str(encoder), device="cpu").failed
     source, halves = ("source-only", True), [("source-only", True)] * 2
-    assert pretrained == [source, ("source-only", False), ("mme", True), *halves]
+    assert pretrained == [source, ("source-only", False), ("mme", True), *halves] and len(trained) == 1
     scores = {each["variant"]: each for each in results_of(tmp_path, found).values()}
     assert scores["fixmatch"]["source_score"] == scores["out"]["score"]
     assert scores["out"]["settings"]["pretrain_epochs"] == 1.0 == scores["fixmatch"]["settings"]["pretrain_epochs"]
     assert scores["out-without-pretraining"]["settings"]["pretrain_epochs"] == 0.0
-    assert len(list((tmp_path / runner.SOURCE_MODELS).glob("*/*/*/*/*"))) == 2
+    encoders = tmp_path / runner.SOURCE_MODELS / paper_pretrained.FOLDER
+    assert len(list(encoders.glob("*/*/*/*.safetensors"))) == 1
+    assert len([path for path in (tmp_path / runner.SOURCE_MODELS).glob("*/*/*/*/*") if encoders not in path.parents]) == 2
