@@ -115,7 +115,7 @@ def adapt(args: argparse.Namespace) -> list[dict[str, Any]]:
         adapted = mtem.adapt(
             sources, unlabeled, method=args.method, model=args.model, epochs=args.passes, learning_rate=5e-5, criterion="last",
             seed=args.seed, evaluations=12, left_out_models=0, frozen_layers=0, device=args.device, precision=args.precision,
-            cuda_graphs=graphs, progress=Progress(quiet=True),
+            cuda_graphs=graphs, max_length=args.length, pretrain_epochs=0, progress=Progress(quiet=True),
         )  # fmt: skip
         seconds = time.monotonic() - started
         test = load_corpus(division.test, labeled=False, name="test")

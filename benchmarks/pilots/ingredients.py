@@ -60,7 +60,7 @@ def main() -> None:
     unlabeled = list(division.unlabeled)[: args.texts]
     common = {
         "model": args.model, "seed": args.seed, "left_out_models": 0, "frozen_layers": 0, "progress": Progress(quiet=True),
-        "pretrain_epochs": args.pretrain, **dict(item.split("=", 1) for item in args.set),
+        "max_length": 256, "pretrain_epochs": args.pretrain, **dict(item.split("=", 1) for item in args.set),
     }  # fmt: skip
     test = load_corpus(division.test, labeled=False, name="test")
     sources = dict(sorted(data.sources.items()))

@@ -243,7 +243,7 @@ def adapt(args: argparse.Namespace) -> None:
             texts, labels = ([each for number, each in enumerate(values) if number not in out] for values in (texts, labels))
         labeled[name] = (texts, labels)
     common = {
-        "model": args.model, "seed": args.seed, "left_out_models": 0, "frozen_layers": 0,
+        "model": args.model, "seed": args.seed, "left_out_models": 0, "frozen_layers": 0, "max_length": 256, "pretrain_epochs": 0,
         "progress": Progress(quiet=True), **dict(item.split("=", 1) for item in args.set),
     }  # fmt: skip
     started = time.monotonic()

@@ -36,6 +36,7 @@ from mtem.errors import RequestError
 from mtem.models import encoders
 from mtem.progress import Progress
 from mtem.run.adapt import adapt
+from mtem.run.defaults import ON_CPU
 from mtem.run.record import machine
 from mtem_paper import splits
 from mtem_paper.bound import bound
@@ -326,7 +327,8 @@ def reproduce(
     target_data = splits.read("amazon", data, target, "mixed")
     source = load_corpus(target_data.sources, labeled=True)
     unlabeled = load_corpus(splits.divide(target_data, seed).unlabeled, labeled=False, name="target", domain=target)
-    chosen = {"frozen_layers": 0, "seed": seed, "device": device, **given}
+    usual = {**ON_CPU, "learning_rate": 2e-5, "frozen_layers": 0}  # on every device
+    chosen = {**usual, "seed": seed, "device": device, **given}
     adapted = adapt(source, unlabeled, model=model, progress=progress, **chosen)
     record, table = adapted.record, adapted.indexes
     about = {

@@ -13,38 +13,28 @@ from mtem.atomic import write_json
 from mtem.methods.source_only import SourceOnly
 
 # A cell's protocol is part of its address: the last of these numbers that changed what such a cell computes. To change the rules,
-# or the default of a setting, add a number and say which cells it concerns; the others stay where they are.
+# or the default of a setting, add a number and say which cells it concerns.
 #   1  all cells
 #   2  candidates are evaluated with the bias of the assumed class shares, as the model is saved; every method sees the same
 #      number of labeled target texts in a step (target_labeled_share=0.5)
 #   3  learning rate, passes and assumed class shares come from rehearsals among the sources, not from a search in the cell: all
 #      cells that adapt
-#   4  the average of the weights and the view of the texts are settings of the run, the same for all methods: all cells that
-#      adapt
+#   4  the average of the weights and the view of the texts are settings of the run, the same for all methods; Amazon texts have
+#      512 tokens and small encoders are pretrained: all cells
+PROTOCOL = 4  # of all cells that are run today
 SEMI_SUPERVISED = "semi-supervised"
 PLACE = ("dataset", "model", "setting", "pool")
 
 
-def protocol_of(setting: str, prior: str, oracle: bool, adapts: bool = False) -> int:
-    """Return the number of the rules that a cell is run under."""
-    if adapts:
-        return 4
-    return 2 if setting == SEMI_SUPERVISED or prior != "none" or oracle else 1
-
-
-def current_protocol(result: Mapping[str, Any]) -> int:
-    """Return the number of the rules that a result would be run under today."""
-    return 4 if adapts(result["method"]) else _searched_protocol(result)
-
-
-def adapts(method: str) -> bool:
-    """Return whether cells of a method adapt."""
-    return method != SourceOnly.name
+def _earlier_protocol(result: Mapping[str, Any]) -> int:
+    """Return the number of the rules that a result would have been run under before number 4."""
+    return 3 if result["method"] != SourceOnly.name else _searched_protocol(result)
 
 
 def _searched_protocol(result: Mapping[str, Any]) -> int:
     """Return the last rules before rehearsals; estimates and scores of candidates have not changed since."""
-    return protocol_of(result["setting"], result["settings"].get("target_class_prior", "none"), result["oracle"])
+    corrected = result["settings"].get("target_class_prior", "none") != "none"
+    return 2 if result["setting"] == SEMI_SUPERVISED or corrected or result["oracle"] else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +68,7 @@ class Cell:
     @property
     def protocol(self) -> int:
         """The number of the rules that the cell is run under."""
-        return protocol_of(self.setting, self.changed.get("target_class_prior", "none"), self.oracle, adapts(self.method))
+        return PROTOCOL
 
     @property
     def address(self) -> Path:
@@ -129,7 +119,7 @@ def read(results: Path) -> Results:
         try:
             cell = json.loads(path.read_text(encoding="utf-8"))
             key = *(cell[name] for name in (*PLACE, "variant", "target", "seed")), cell["protocol"]
-            if cell["protocol"] > current_protocol(cell) or cell["overrides"]:
+            if cell["protocol"] > PROTOCOL or cell["overrides"]:
                 continue
             if key not in latest or latest[key]["finished"] < cell["finished"]:
                 latest[key] = cell
@@ -143,14 +133,23 @@ def read(results: Path) -> Results:
 
 def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the cells to show: earlier and later rules are never mixed in one place."""
-    counts: dict[tuple[Any, ...], dict[int, int]] = {}
+    by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
-        if (today := current_protocol(cell)) > 1:
-            by_protocol = counts.setdefault((*(cell[name] for name in PLACE), today), {})
+        by_place.setdefault(tuple(cell[name] for name in PLACE), []).append(cell)
+    shown = []
+    for here in by_place.values():
+        today = [cell for cell in here if cell["protocol"] == PROTOCOL]
+        before = _shown_before([cell for cell in here if cell["protocol"] < PROTOCOL])
+        shown += today if len(today) >= len(before) else before
+    return shown
+
+
+def _shown_before(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the cells of a place to show without those of today's rules; not all rules concerned all cells then."""
+    counts: dict[int, dict[int, int]] = {}
+    for cell in cells:
+        if (last := _earlier_protocol(cell)) > 1:
+            by_protocol = counts.setdefault(last, {})
             by_protocol[cell["protocol"]] = by_protocol.get(cell["protocol"], 0) + 1
-    chosen = {key: max(sorted(by, reverse=True), key=lambda number: by[number]) for key, by in counts.items()}
-    return [
-        cell
-        for cell in cells
-        if cell["protocol"] == chosen.get((*(cell[name] for name in PLACE), current_protocol(cell)), current_protocol(cell))
-    ]
+    chosen = {last: max(sorted(by, reverse=True), key=lambda number: by[number]) for last, by in counts.items()}
+    return [cell for cell in cells if cell["protocol"] == chosen.get(_earlier_protocol(cell), _earlier_protocol(cell))]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtem_paper import cells as cell_files
 from mtem_paper import protocol
+from mtem_paper.cells import PROTOCOL
 from mtem_paper.formatting import digits, table
 from mtem_paper.protocol import DATASETS, SETTINGS, VARIANTS
 from mtem_paper.statistics import Cell
@@ -61,7 +61,8 @@ def source_models(cells: Sequence[Cell]) -> str:
         by_method: dict[tuple[Any, ...], dict[str, list[float]]] = {}
         for cell in fair:
             if (cell["dataset"], cell["model"]) == (dataset, model):
-                condition = cell["pool"], cell["setting"], cell["settings"].get("target_class_prior")
+                own = cell["settings"].get("target_class_prior"), cell["settings"].get("pretrain_epochs") or 0.0
+                condition = cell["pool"], cell["setting"], *own
                 by_group.setdefault((*condition, cell["target"], cell["seed"]), set()).add(cell["source_score"])
                 by_method.setdefault(condition, {}).setdefault(cell["variant"], []).append(cell["source_score"])
         apart = [max(scores) - min(scores) for scores in by_group.values() if len(scores) > 1]
@@ -85,9 +86,9 @@ def earlier_rules(cells: Sequence[Cell], current: Sequence[Cell]) -> str:
     rows = []
     for place in places(cells):
         shown = at(cells, place)
-        old = [cell for cell in shown if cell["protocol"] != cell_files.current_protocol(cell)]
+        old = [cell for cell in shown if cell["protocol"] != PROTOCOL]
         if old:
-            rerun = [cell for cell in at(current, place) if cell["protocol"] == cell_files.current_protocol(cell) > 2]
+            rerun = [cell for cell in at(current, place) if cell["protocol"] == PROTOCOL]
             rows.append([place.title, str(len(shown)), str(len(old)), str(len(rerun))])
     header = ["where", "runs shown", "of earlier rules", "run again so far"]
     return table(header, rows) if rows else "None.\n"

@@ -29,11 +29,15 @@ FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "calibra
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The part of the experiments that the plan has for a model; None stands for all."""
+    """The part of the experiments that the plan has for a model; None stands for all. `given`: settings of all its cells."""
 
     variants: tuple[str, ...] | None = None
     settings: tuple[str, ...] | None = None
     pools: tuple[str, ...] | None = None
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+UNPLANNED = Share(given={"pretrain_epochs": 0.0})  # of a model without a plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,9 @@ class Dataset:
     default_model
         The model of ``mtem reproduce`` without ``--model``.
     given
-        Settings of all its cells.
+        Settings of all its cells. The defaults of some depend on the device, and a cell must not depend on the machine.
+    adaptation
+        Settings of its cells with the preset "recommended", where no rehearsal has found others.
     seeds
         Seeds of the plan.
     planned
@@ -80,9 +86,18 @@ class Dataset:
     positive: str | None
     default_model: str
     given: Mapping[str, Any]
+    adaptation: Mapping[str, Any]
     seeds: tuple[int, ...]
     planned: Mapping[str, Share]
     oracle_labels: str
+
+    def share(self, model: str) -> Share:
+        """Return the plan of a model."""
+        return self.planned.get(model, UNPLANNED)
+
+    def settings_of(self, model: str) -> dict[str, Any]:
+        """Return the settings of all cells of a model."""
+        return {**self.given, **self.share(model).given}
 
     def place(self, model: str, pool: str, setting: str) -> str:
         """Return the name of a place; the pool is named where there are several."""
@@ -102,11 +117,14 @@ DATASETS: dict[str, Dataset] = {
         threads=False,
         positive=None,
         default_model="minilm",
-        given={"frozen_layers": 0},  # on a CPU the default freezes lower layers: a cell must not depend on the machine
+        given={"frozen_layers": 0, "max_length": 512},
+        adaptation={"epochs": 12.0, "learning_rate": 5e-5},
         seeds=(0, 1, 2),
         planned={
-            "minilm": Share(),
-            "mpnet": Share(("out", "dann", "fixmatch", "cst", "mtem", "oracle"), (UNSUPERVISED,), ("mixed",)),
+            "minilm": Share(given={"pretrain_epochs": 24.0}),
+            "mpnet": Share(
+                ("out", "dann", "fixmatch", "cst", "mtem", "oracle"), (UNSUPERVISED,), ("mixed",), {"pretrain_epochs": 0.0}
+            ),
         },
         oracle_labels="half of the test set",
     ),
@@ -121,7 +139,8 @@ DATASETS: dict[str, Dataset] = {
         threads=True,
         positive="rumour",
         default_model="bigcn",
-        given={},
+        given={},  # BiGCN has the same defaults on all devices
+        adaptation={},
         seeds=(0, 1, 2, 3, 4),
         planned={"bigcn": Share()},
         oracle_labels="70 % of the event",
@@ -182,6 +201,9 @@ def _as_is(method: str, name: str, oracle: bool = False) -> Variant:
 # In the order of the tables' rows.
 VARIANTS: dict[str, Variant] = {
     "out": Variant("source-only", "Out"),
+    "out-without-pretraining": Variant(
+        "source-only", "Out (no pretraining)", given={"pretrain_epochs": 0.0}, datasets=("amazon",)
+    ),
     "out-as-is": _as_is("source-only", "Out (uncorrected)"),
     "dann": Variant("dann", "DANN"),
     "fixmatch": Variant("fixmatch", "FixMatch"),
@@ -281,7 +303,7 @@ EXPERIMENTS = {
 
 def planned(dataset: str, model: str, pool: str, setting: str) -> dict[str, list[tuple[str, str]]]:
     """Return the (variant, target) pairs that the plan has for a place, by experiment."""
-    share = DATASETS[dataset].planned.get(model, Share())
+    share = DATASETS[dataset].share(model)
     if setting not in (share.settings or SETTINGS) or pool not in (share.pools or DATASETS[dataset].pools):
         return {}
     return {
@@ -394,7 +416,8 @@ def with_rehearsal(cell: Cell, rehearsed: Mapping[tuple[str, str, bool], Mapping
         raise RequestError(
             f"{cell}: no rehearsal on its sources; first run 'mtem reproduce rehearsal --dataset {cell.dataset} ...'"
         )
-    given = {**found, **cell.given}
+    own = find(cell.variant if cell.variant in VARIANTS else cell.method).given
+    given = {**cell.given, **found, **own, **cell.overrides}
     changed = {**cell.changed, **{name: given[name] for name in found}}
     return dataclasses.replace(cell, given=given, changed=changed, factors=(1.0,), rehearsed=True)
 
@@ -412,7 +435,8 @@ def row(dataset: str, model: str, name: str, variant: str, overrides: Mapping[st
     about = find(variant)
     accepted = settings.names(*map(type, find_settings(model, about.method, about.preset, {})))
     own = {key: value for key, value in overrides.items() if key in accepted}
-    given = {**DATASETS[dataset].given, **about.given, **own}
+    usual = DATASETS[dataset].adaptation if about.preset == "recommended" else {}
+    given = {**usual, **DATASETS[dataset].settings_of(name), **about.given, **own}
     parts = find_settings(model, about.method, about.preset, given)
     parsed = settings.record(*parts)
     given, own = ({key: parsed[key] for key in part} for part in (given, own))  # "4" is 4

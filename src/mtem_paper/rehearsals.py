@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,15 +37,16 @@ from mtem.run.adapt import find_settings
 from mtem.run.record import now, versions
 from mtem.selection.accuracy_estimate import Estimate
 from mtem.tensors import read_tensors, write_tensors
-from mtem_paper import splits
+from mtem_paper import pretrained, splits
+from mtem_paper.cells import PROTOCOL
 from mtem_paper.protocol import DATASETS
 from mtem_paper.runner import SOURCE_MODELS
 
 RECORDS, OUTPUTS, FAILURES = "rehearsals", "rehearsal-outputs", "failures"  # folders below the results' folder
 PASSES = 12
 PRESET = "recommended"
-RATES = {"amazon": 2e-5, "pheme": 5e-4}  # of an adaptation, by default
-LONGEST_WAIT = 300.0  # seconds for a source model that another process trains
+RATES = {"amazon": 2e-5, "pheme": 5e-4}  # which the factors of learning rates multiply
+LONGEST_WAIT = 1800.0  # seconds for a source model that another process trains
 _HALVED = ("logits", "held_out_logits", "test_logits")  # stored with 16 bits
 _ARRAYS = ("epochs", "infomax", "logits", "labels", "held_out_logits", "held_out_labels")
 
@@ -80,29 +81,31 @@ class Wave:
     seeds: tuple[int, ...] = (0,)
 
 
-def _both(methods: tuple[str, ...], **given: Any) -> tuple[Wave, Wave]:
-    return Wave(False, methods, **given), Wave(True, methods, **given)
+_COMMON, _OTHERS = ("mtem", "fixmatch", "biat"), ("dann", "cst", "mme")
+_CHEAP, _TWO = ("mtem", "fixmatch", "cst", "dann", "mme"), ("mtem", "fixmatch")
 
-
-_COMMON, _OTHERS = ("fixmatch", "mtem", "biat"), ("dann", "cst", "mme")
-_CHEAP, _TWO = ("fixmatch", "mtem", "cst", "dann", "mme"), ("fixmatch", "mtem")
-
-# The most important ones first.
+# The most important ones first: what cells need, then what tells how well rehearsals choose.
 WAVES: dict[str, tuple[Wave, ...]] = {
     "amazon": (
-        *_both(_COMMON),
-        *_both(_OTHERS),
-        *_both((*_TWO, "cst", "biat"), factors=(1.0,)),
-        *_both(_TWO, factors=(5.0,)),
+        Wave(False, _COMMON),
+        Wave(False, _OTHERS),
+        Wave(False, _TWO, factors=(1.0,)),
+        Wave(True, _COMMON),
+        Wave(True, _OTHERS),
+        Wave(True, _TWO, factors=(1.0,)),
         Wave(True, _COMMON, seeds=(1, 2)),
     ),
     "pheme": (
-        *_both(_CHEAP, priors=("uniform",)),
-        *_both(_CHEAP, factors=(1.0,), priors=("uniform",)),
-        *_both(_TWO),
+        Wave(False, _CHEAP, priors=("uniform",)),
+        Wave(False, _CHEAP, factors=(1.0,), priors=("uniform",)),
+        Wave(False, _TWO),
         Wave(False, _TWO, priors=("uniform", "none"), rare="rumour"),
+        Wave(False, ("biat",), priors=("uniform",)),
+        Wave(True, _CHEAP, priors=("uniform",)),
+        Wave(True, _CHEAP, factors=(1.0,), priors=("uniform",)),
+        Wave(True, _TWO),
         Wave(True, _TWO, seeds=(1, 2, 3, 4), priors=("uniform",)),
-        *_both(("biat",), priors=("uniform",)),
+        Wave(True, ("biat",), priors=("uniform",)),
     ),
 }
 
@@ -152,7 +155,7 @@ class Task:
             words += [f"{self.factor:g}", work.prior, *([work.rare] if work.rare else [])]
         else:
             words += ["source"]
-        return Path(place.dataset, place.model, place.target, "-".join([*words, str(place.seed)]) + self.mark)
+        return Path(place.dataset, place.model, place.target, "-".join([*words, str(place.seed), f"p{PROTOCOL}"]) + self.mark)
 
     @property
     def mark(self) -> str:
@@ -200,8 +203,9 @@ def plan(
             for seed, factor, method in itertools.product(wave.seeds, wave.factors, wave.methods)
             if (methods is None or method in methods) and (seeds is None or seed in seeds)
             for prior in wave.priors
+            for number in range(1 if wave.final else len(about.domains) - 1)
             for place in (Place(dataset, model, target, seed) for target in about.targets if target in (targets or about.targets))
-            for domain in ([place.target] if wave.final else [name for name in about.domains if name != place.target])
+            for domain in [place.target if wave.final else [name for name in about.domains if name != place.target][number]]
         ]
         tasks |= dict.fromkeys(source_of(task) for task in trials)
         tasks |= dict.fromkeys(trials)
@@ -294,6 +298,7 @@ class Rehearser:
         with quiet_logging():
             if isinstance(task.work, SourceTask):
                 if not work.is_done(task.work):
+                    self.find_encoder(task, work)
                     work.train_source(task.work, report)
                 return None
             self.wait_for_source(task, work)
@@ -311,7 +316,7 @@ class Rehearser:
             place, about = task.place, DATASETS[task.place.dataset]
             overrides = json.loads(task.overrides)
             passes = int(overrides.pop("epochs", PASSES))
-            given = {**about.given, **overrides, "seed": place.seed, "device": self.device}
+            given = {**about.settings_of(place.model), **overrides, "seed": place.seed, "device": self.device}
             target = splits.read(place.dataset, self.data, place.target, next(iter(about.pools)))
             corpus = load_corpus(target.sources, labeled=True)
             domains = find_domains(corpus, lambda: np.zeros((0, 0)), place.seed)
@@ -323,6 +328,17 @@ class Rehearser:
                 work = Final(**vars(work), division=splits.divide(target, place.seed), target_name=place.target)
             self._works[key] = work
         return self._works[key]
+
+    def find_encoder(self, task: Task, work: Work) -> None:
+        """Give a source model the pretrained encoder that all of a target have, if it is to have one."""
+        place, pool = task.place, next(iter(DATASETS[task.place.dataset].pools))
+        division = splits.divide(splits.read(place.dataset, self.data, place.target, pool), place.seed)
+        target = load_corpus(division.unlabeled, labeled=False, name="target", domain=place.target)
+        names = place.dataset, place.model, pool, place.target, str(place.seed)
+        encoders = pretrained.Store(self.results / SOURCE_MODELS / pretrained.FOLDER, self.model, self.device)
+        path = encoders.find(names, work.corpus, target, work.plan.settings_of(task.work.method))
+        if path is not None:
+            work.pretrained[task.work.method] = path
 
     def wait_for_source(self, task: Task, work: Work) -> None:
         """Wait until the source model of a trial is there: it was begun before, maybe by another process."""
@@ -347,7 +363,8 @@ class Rehearser:
         settings = find_settings(work.plan.model, trial.method, work.plan.preset_of(trial.method), work.trial_settings(trial))
         shares = outputs.assumed_shares
         record = {
-            **dataclasses.asdict(task.place), "final": task.final, "trial": dataclasses.asdict(trial), "factor": task.factor,
+            "protocol": PROTOCOL, **dataclasses.asdict(task.place), "final": task.final, "trial": dataclasses.asdict(trial),
+            "factor": task.factor,
             "metric": metric_of(task.place.dataset), "classes": list(classes),
             "texts": {"adapted_to": len(work.target(trial.domain, trial.rare)[1]), "scored": len((tested or outputs).labels)},
             "assumed_shares": None if shares is None else shares.tolist(),
@@ -501,10 +518,18 @@ class Rehearsed(NamedTuple):
         return outputs, dataclasses.replace(outputs, logits=arrays["test_logits"], labels=arrays["test_labels"])
 
 
-def read(results: Path, keep: Callable[[dict[str, Any]], bool] = lambda record: not record["overrides"]) -> Iterator[Rehearsed]:
-    """Read the records of all trials, by default without those that are no results."""
+def read(results: Path, keep: Callable[[dict[str, Any]], bool] = lambda record: not record["overrides"]) -> list[Rehearsed]:
+    """Read the records of all trials, by default without those that are no results.
+
+    Of a model and data set, trials under earlier rules are read only as long as there are more of them.
+    """
     folder = results / RECORDS
+    found: dict[tuple[str, str], dict[int, list[Rehearsed]]] = {}
     for path in sorted(folder.glob("*/*/*/*.json")):
         record = read_json(path)
         if keep(record):
-            yield Rehearsed(record, Trial(**record["trial"]), path.relative_to(folder).with_name(path.name.removesuffix(".json")))
+            place = path.relative_to(folder).with_name(path.name.removesuffix(".json"))
+            by_protocol = found.setdefault((record["dataset"], record["model"]), {})
+            by_protocol.setdefault(record.get("protocol", 3), []).append(Rehearsed(record, Trial(**record["trial"]), place))
+    chosen = [max(by.items(), key=lambda item: (len(item[1]), item[0]))[1] for by in found.values()]
+    return [trial for trials in chosen for trial in trials]

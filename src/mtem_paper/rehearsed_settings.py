@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from mtem.rehearsal.choice import Choice, Configuration, Curve, choose
 from mtem.selection.criteria import LAST
+from mtem_paper.cells import PROTOCOL
 from mtem_paper.protocol import DATASETS
 from mtem_paper.rehearsals import read
 
@@ -17,11 +18,12 @@ Choices: TypeAlias = Mapping[tuple[str, str, bool], Mapping[str, Any]]  # by tar
 def choices(results: Path, dataset: str, model: str) -> Choices:
     """Return the settings that rehearsals choose, by target, method and whether no class shares may be assumed.
 
-    Of each target and method, only configurations that were tried on all of its sources are compared.
+    Of each target and method, only configurations that were tried on all of its sources are compared. Trials under earlier rules
+    choose nothing.
     """
     curves: dict[tuple[str, str], list[Curve]] = {}
     passes: dict[tuple[str, str], float] = {}
-    for trial in read(results):
+    for trial in read(results, lambda record: not record["overrides"] and record.get("protocol") == PROTOCOL):
         record = trial.record
         if record["dataset"] == dataset and record["model"] == model and record["seed"] == 0 and not record["final"]:
             key = record["target"], trial.trial.method

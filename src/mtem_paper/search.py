@@ -30,10 +30,11 @@ from mtem.run.adapt import adapt, find_settings
 from mtem.run.record import machine, now
 from mtem.run.result import Adapted
 from mtem.training.weights import add_bias, clone, everything, load
-from mtem_paper import splits
+from mtem_paper import pretrained, splits
 from mtem_paper.cells import SEMI_SUPERVISED, Cell
 from mtem_paper.protocol import DATASETS
 
+OF_THETA = ("pretrain_epochs",)  # settings of a variant that theta_1 has too
 POINTS = 40  # lines of a history that are kept
 HISTORY = ("step", "temperature", "index_quantiles", "meta_loss", "target_loss", "source_loss")
 
@@ -55,6 +56,7 @@ class Group:
 
     def __init__(self, cell: Cell, data: Path, model: str, device: str, source_models: Path) -> None:
         self.cell, self.model, self.device, self.source_models = cell, model, device, source_models
+        self.encoders = pretrained.Store(source_models / pretrained.FOLDER, model, device)
         target = splits.read(cell.dataset, data, cell.target, cell.pool)
         division = splits.divide(target, cell.seed)
         self.source = load_corpus(target.sources, labeled=True)
@@ -75,19 +77,24 @@ class Group:
         self.truth = np.array([self.classes.index(label) for label in division.truth])
         if len(self.test) != len(self.truth):
             raise RunError(f"{cell.target}: {len(self.truth) - len(self.test)} test texts are empty; remove them from the data")
-        self._trained: dict[str, Adapted | Exception] = {}
+        self._trained: dict[tuple[Any, ...], Adapted | Exception] = {}
 
     def begin(self, cell: Cell) -> Adapted:
-        """Return theta_1, trained once: the same for all methods except those with their own head, and the oracle."""
+        """Return theta_1, trained once: the same for all methods except those with their own head, and the oracle.
+
+        A variant may have its own with other settings of `OF_THETA`.
+        """
         own = methods.get(cell.method).prepare_model.__func__ is not Method.prepare_model.__func__  # type: ignore[attr-defined]
-        key = cell.variant if own or cell.oracle else ""
+        of_theta = {name: cell.given[name] for name in OF_THETA if name in cell.given}
+        key = cell.variant if own or cell.oracle else "", *of_theta.values()
         if key not in self._trained:
             method = cell.method if own else "source-only"
             accepted = settings.names(*map(type, find_settings(self.model, method, "recommended", {})))
-            given = {**DATASETS[cell.dataset].given, **cell.overrides, "steps": 0, **oracle_settings(cell)}
+            given = {**DATASETS[cell.dataset].settings_of(cell.model), **of_theta, **cell.overrides}
+            given |= {"steps": 0, **oracle_settings(cell)}
             given = {name: given[name] for name in given if name in accepted}
             try:
-                self._trained[key] = self.adapt(cell, method, given) if key else self.shared(cell, given)
+                self._trained[key] = self.adapt(cell, method, given) if key[0] else self.shared(cell, given)
             except Exception as error:  # every cell that needs it fails without another try
                 self._trained[key] = error
         trained = self._trained[key]
@@ -117,6 +124,9 @@ class Group:
         Confidences are not calibrated: cells score labels, and in half precision a scaled head may round a few differently.
         """
         default = self.all_labels if cell.oracle else self.target_labeled
+        if "source_model" not in options:
+            place = cell.dataset, cell.model, cell.pool, cell.target, str(cell.seed)
+            options["pretrained"] = self.encoders.find(place, self.source, self.target, {**given, "seed": cell.seed})
         return adapt(
             self.source, self.target, target_labeled=default if labeled is None else labeled, model=self.model,
             method=method, progress=Progress(Console(file=io.StringIO()), quiet=True),

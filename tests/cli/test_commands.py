@@ -95,6 +95,7 @@ def test_lists(mtem):
     assert code == 0 and "mtem" in text and "source-only" in text and "IJCAI 2023" in text
     code, text, _ = mtem("settings")
     assert code == 0 and all(name in text for name in ("index_initial", "batch_size", "temperature_end"))
+    assert re.search(r"max_length +None +256 ", text) and re.search(r"\bepochs +None +2\.0 ", text), "with --preset paper"
     assert mtem("settings", "source-only")[0] == 0
     code, _, error = mtem("settings", "dan")
     assert code == 2 and "unknown method 'dan'" in error

@@ -19,7 +19,7 @@ def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(
 
     for seed in (0, 1):
         result(2, seed)
-        result(1, seed, prior="none", variant="out-as-is")  # nothing has changed for these
+        result(1, seed, prior="none", variant="out-as-is")  # nothing had changed for these before number 4
     result(1, 0, variant="dann")  # its estimate was made otherwise
     result(4, 0)
     found = cells.read(tmp_path)
@@ -28,10 +28,13 @@ def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(
     ]  # fmt: skip
     current = [("mtem", 2), ("mtem", 4), ("out-as-is", 1), ("out-as-is", 1)]
     assert sorted((cell["variant"], cell["protocol"]) for cell in found.current) == current, "of each run the newest"
-    assert "| PHEME, bigcn, unsupervised | 4 | 2 | 1 |" in coverage.earlier_rules(found.cells, found.current)
+    assert "| PHEME, bigcn, unsupervised | 4 | 4 | 1 |" in coverage.earlier_rules(found.cells, found.current)
     result(4, 1)
+    result(4, 0, prior="none", variant="out-as-is")
+    assert {cell["protocol"] for cell in cells.read(tmp_path).cells} == {1, 2}, "three of four"
+    result(4, 1, prior="none", variant="out-as-is")
     found = cells.read(tmp_path)
-    assert {cell["protocol"] for cell in found.cells if cell["variant"] == "mtem"} == {4}
+    assert [cell["protocol"] for cell in found.cells] == [4] * 4, "all rows of a place change at once"
     assert coverage.earlier_rules(found.cells, found.current) == "None.\n"
 
 

@@ -8,14 +8,17 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 from mtem import methods
 from mtem import settings as settings_module
 from mtem.errors import RequestError
 from mtem.run import adapt as adapt_module
+from mtem.run import defaults
 from mtem.run.adapt import find_settings
-from mtem_paper import protocol, published
+from mtem_paper import cells, protocol, published
 from tests.corpora import refusal
+from tests.devices import Encoder, Threads
 
 
 def test_a_plan_goes_seed_by_seed_and_unsupervised_first():
@@ -78,8 +81,7 @@ def test_a_new_setting_moves_no_cell(monkeypatch):
     from mtem.methods import mtem as method
 
     before = [cell.address for cell in committed_plan()]
-    there = [address for address in before if (COMMITTED / address).is_file()]
-    assert len(there) >= 100 and len(set(before)) == len(before)
+    assert len(before) >= 100 and len(set(before)) == len(before)
     for module, name in ((adapt_module, "TrainingSettings"), (method.Mtem, "Settings")):
         kind = getattr(module, name)
         field = ("made_up", float, settings_module.setting(0.0, "made up"))
@@ -91,23 +93,70 @@ def test_a_new_setting_moves_no_cell(monkeypatch):
     assert given[0].changed["made_up"] == 1.0, "it is there, and where it is used it counts"
 
 
-def test_a_default_that_changes_needs_a_new_protocol():
-    """An address leaves defaults out, so what committed cells were run with must be what would be run today."""
-    checked = 0
+def moved(results):
+    """The cells of the plan whose results were run with other settings than they would be today, and these settings."""
+    found = []
     for cell in committed_plan():
-        path = COMMITTED / cell.address
+        path = results / cell.address
         if not path.is_file():
             continue
         result = json.loads(path.read_text())
-        parts = find_settings(cell.model, cell.method, cell.preset, cell.given)
-        today = parts.record()
+        today = find_settings(cell.model, cell.method, cell.preset, cell.given).record()
         unlabeled = cell.setting == protocol.UNSUPERVISED and not cell.oracle
         free = {*protocol.FREE, *(["target_labeled_share"] if unlabeled else []), *(["steps"] if cell.oracle else [])}
-        for name in (result["settings"].keys() & today.keys()) - free:
-            assert result["settings"][name] == json.loads(json.dumps(today[name])), (str(cell.address), name)
+        names = (result["settings"].keys() & today.keys()) - free
+        found += [(cell, name) for name in names if result["settings"][name] != json.loads(json.dumps(today[name]))]
         assert result["protocol"] == cell.protocol
-        checked += 1
-    assert checked >= 100
+    return found
+
+
+def test_a_default_that_changes_needs_a_new_protocol(tmp_path):
+    """An address leaves defaults out, so what committed cells were run with must be what would be run today."""
+    assert moved(COMMITTED) == []
+    cell = next(cell for cell in committed_plan() if cell.variant == "mtem")
+    ran = {**find_settings(cell.model, cell.method, cell.preset, cell.given).record(), "device": "cuda"}
+    cells.write(tmp_path, cell, {"protocol": 4, "settings": ran})
+    assert moved(tmp_path) == []
+    cells.write(tmp_path, cell, {"protocol": 4, "settings": {**ran, "warmup_ratio": 0.3}})
+    assert moved(tmp_path) == [(cell, "warmup_ratio")]
+
+
+@pytest.mark.parametrize(("dataset", "model"), [*PLANS, ("amazon", "mpnet"), ("amazon", "other"), ("pheme", "other")])
+def test_a_cell_is_the_same_on_every_device(dataset, model):
+    """What its settings leave open must have the same default on a CPU and on a GPU."""
+    kind, network = (Encoder, "minilm") if dataset == "amazon" else (Threads, "bigcn")
+    rehearsed = {
+        (target, "mtem", uncorrected): {"learning_rate": 1e-4, "epochs": 12.0, "stop_epochs": 5.0, "evaluations": 12}
+        for target in protocol.DATASETS[dataset].targets
+        for uncorrected in (False, True)
+    }
+    for found in (None, rehearsed):
+        for cell in protocol.plan(protocol.EXPERIMENTS, dataset, network, model, seeds=[0], rehearsed=found):
+            training = find_settings(network, cell.method, cell.preset, cell.given).training
+            width = {"mpnet": 768}.get(model, 384)
+            obstacle = None if dataset == "amazon" else "no encoder"
+            one, other = (
+                defaults.resolve(training, kind(torch.device(name), 0, width, obstacle), cell.preset) for name in ("cpu", "cuda")
+            )
+            assert one == other, cell
+            assert cell.protocol == 4 and training.frozen_layers == (0 if dataset == "amazon" or cell.preset == "paper" else None)
+
+
+def test_settings_of_amazon_cells():
+    def given(variant, model="minilm", **options):
+        return protocol.plan(["general"], "amazon", "minilm", model, variants=[variant], seeds=[0], **options)[0].given
+
+    common = {"frozen_layers": 0, "max_length": 512, "epochs": 12.0, "learning_rate": 5e-5}
+    assert given("mtem") == given("out") == {**common, "pretrain_epochs": 24.0}
+    assert (
+        given("mtem", "mpnet") == given("mtem", "other") == given("out-without-pretraining") == {**common, "pretrain_epochs": 0.0}
+    )
+    assert given("mtem-paper") == {"frozen_layers": 0, "max_length": 512, "pretrain_epochs": 24.0}, "passes and rate are its own"
+    assert given("mtem", overrides={"epochs": "3", "pretrain_epochs": "1"}) == {**common, "epochs": 3.0, "pretrain_epochs": 1.0}
+    rows = list(protocol.VARIANTS)
+    assert rows[rows.index("out") + 1] == "out-without-pretraining"
+    assert "out-without-pretraining" not in {cell.variant for cell in protocol.plan(["general"], "pheme", "bigcn", "bigcn")}
+    assert protocol.VARIANTS["out-without-pretraining"].title("semi-supervised") == "In+Out (no pretraining)"
 
 
 def test_a_rehearsal_never_has_the_address_of_a_result():

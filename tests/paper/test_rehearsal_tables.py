@@ -31,6 +31,7 @@ def record(
         "trial": {"domain": domain, "method": method, "learning_rate": rate, "prior": prior, "rare": rare},
         "metric": "accuracy", "classes": ["negative", "positive"], "assumed_shares": None, "candidates": candidates,
         "seconds": 1.0, "machine": "a machine", "settings": {"epochs": float(PASSES)}, "overrides": {},
+        "protocol": 4,
     }  # fmt: skip
 
 
@@ -128,6 +129,20 @@ def test_configurations_that_were_not_tried_on_all_sources_do_not_count(results)
     assert chosen["dvd", "mtem", False]["learning_rate"] == pytest.approx(5e-5)
 
 
+def test_trials_under_earlier_rules_choose_nothing_and_are_read_while_there_are_more_of_them(tmp_path):
+    earlier = [
+        {name: value for name, value in made.items() if name != "protocol"}
+        for made in whole("mtem", [0.80, 0.83, 0.84, 0.84], [0.81, 0.83, 0.86, 0.85])
+    ]
+    save(tmp_path, *earlier)
+    assert not rehearsed_settings.choices(tmp_path, "amazon", "minilm")
+    save(tmp_path, *list(whole("fixmatch", [0.7, 0.8, 0.8, 0.8], [0.7, 0.8, 0.8, 0.8]))[:-1])
+    assert {trial.trial.method for trial in rehearsals.read(tmp_path)} == {"mtem"}
+    assert {method for _, method, _ in rehearsed_settings.choices(tmp_path, "amazon", "minilm")} == {"fixmatch"}
+    save(tmp_path, *whole("fixmatch", [0.7, 0.8, 0.8, 0.8], [0.7, 0.8, 0.8, 0.8]))
+    assert {trial.trial.method for trial in rehearsals.read(tmp_path)} == {"fixmatch"}
+
+
 # ---------------------------------------------------------------------- cells with rehearsed settings
 
 
@@ -153,7 +168,7 @@ def test_what_cannot_be_rehearsed_has_the_settings_of_mtem(results):
     paper = planned(results, variants=["mtem-paper"], targets=["books"])[0]
     assert "learning_rate" not in paper.given and paper.factors == (1.0,) and paper.protocol == 4
     out = planned(results, variants=["out"], targets=["books"])[0]
-    assert out.protocol == 1 and out.given == protocol.plan(["general"], "amazon", "minilm", "minilm", variants=["out"])[0].given
+    assert out.protocol == 4 and out.given == protocol.plan(["general"], "amazon", "minilm", "minilm", variants=["out"])[0].given
 
 
 def test_without_a_rehearsal_a_cell_is_refused(tmp_path):

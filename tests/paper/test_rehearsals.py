@@ -52,7 +52,7 @@ def test_the_plan_trains_every_source_model_once_and_before_it_is_needed():
 
 
 def test_the_plan_refuses_what_it_does_not_have():
-    with pytest.raises(RequestError, match="--variants wind: for rehearsals on amazon, expected some of fixmatch"):
+    with pytest.raises(RequestError, match="--variants wind: for rehearsals on amazon, expected some of mtem, fixmatch"):
         rehearsals.plan("amazon", "m", methods=["wind"])
     with pytest.raises(RequestError, match="--targets germanwings-crash"):
         rehearsals.plan("pheme", "m", targets=["germanwings-crash"])

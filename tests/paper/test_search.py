@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from mtem import adapt
+from mtem_paper import pretrained as paper_pretrained
 from mtem_paper import protocol, runner, search
 from tests.paper.tiny import TINY, planned, results_of
 
@@ -27,7 +30,7 @@ def test_cells_say_all_that_tables_need(ran):
         assert chosen["score"] == result["score"], "the observer saw what the finished model says"
         assert chosen["criterion_score"] == max(entry["criterion_score"] for entry in result["search"])
         rates = [entry["settings"]["learning_rate"] for entry in result["search"]]
-        assert rates == [2e-5 * factor for factor in ((1,) if result["variant"] == "out" else (1, 2.5))]
+        assert rates == [5e-5 * factor for factor in ((1,) if result["variant"] == "out" else (1, 2.5))]
         assert ("history" in result) == (result["variant"] == "mtem")
         assert result["classes"] == ["negative", "positive"] and result["selected_by"] == "infomax" and not result["oracle"]
         assert result["overrides"] and result["machine"] and result["versions"]["torch"] and result["settings"]["steps"] == 2
@@ -143,3 +146,32 @@ def test_a_calibrated_model_begins_from_the_same_theta_1_and_scores_the_same(ran
     for name in ("score", "predictions", "source_score", "target_selected", "estimate"):
         assert calibrated[name] == plain[name], name
     (folder / later[0].address).unlink()
+
+
+def test_a_variant_without_pretraining_has_its_own_theta_1(amazon, encoder, tmp_path, monkeypatch):
+    about = protocol.DATASETS["amazon"]
+    share = protocol.Share(given={"pretrain_epochs": 1.0})
+    monkeypatch.setitem(protocol.DATASETS, "amazon", dataclasses.replace(about, planned={**about.planned, "tiny": share}))
+    pretrained, trained = [], []
+
+    def watched(*given, **options):
+        adapted = adapt(*given, **options)
+        if "source_model" not in options:
+            pretrained.append((options["method"], adapted.record["pretrained"] is not None))
+            assert adapted.record["steps"]["pretrain"] == 0, "all share one encoder"
+        return adapted
+
+    original = paper_pretrained.pretrain
+    monkeypatch.setattr(search, "adapt", watched)
+    monkeypatch.setattr(paper_pretrained, "pretrain", lambda *given: trained.append(1) or original(*given))
+    found = planned(encoder, ["out", "out-without-pretraining", "fixmatch", "mme", "oracle"])
+    assert not runner.run(found, tmp_path, data=amazon, model=str(encoder), device="cpu").failed
+    source, halves = ("source-only", True), [("source-only", True)] * 2
+    assert pretrained == [source, ("source-only", False), ("mme", True), *halves] and len(trained) == 1
+    scores = {each["variant"]: each for each in results_of(tmp_path, found).values()}
+    assert scores["fixmatch"]["source_score"] == scores["out"]["score"]
+    assert scores["out"]["settings"]["pretrain_epochs"] == 1.0 == scores["fixmatch"]["settings"]["pretrain_epochs"]
+    assert scores["out-without-pretraining"]["settings"]["pretrain_epochs"] == 0.0
+    encoders = tmp_path / runner.SOURCE_MODELS / paper_pretrained.FOLDER
+    assert len(list(encoders.glob("*/*/*/*.safetensors"))) == 1
+    assert len([path for path in (tmp_path / runner.SOURCE_MODELS).glob("*/*/*/*/*") if encoders not in path.parents]) == 2

@@ -17,7 +17,8 @@ from mtem.selection.calibration import calibrate, log_softmax
 from mtem.selection.rehearsed import Advice
 
 CLASSES = ("bad", "good")
-RESOLVED = {"epochs": 2, "frozen_layers": {"mtem": 1, "fixmatch": 1}}
+FOUND = {"frozen_layers": 1, "max_length": 64, "pretrain_epochs": 3.0}
+RESOLVED = {"epochs": 2, "settings": {"mtem": FOUND, "fixmatch": FOUND}}
 
 
 def outputs_of(
@@ -116,12 +117,12 @@ def test_the_best_method_at_its_best_rate_is_recommended():
     advice = Advice(**record["advice"]["mtem"])
     assert advice.settings == {
         "learning_rate": 2e-3, "target_class_prior": "none", "epochs": 2.0, "stop_epochs": 2.0, "evaluations": 2,
-        "criterion": "last", "frozen_layers": 1,
+        "criterion": "last", **FOUND,
     }  # fmt: skip
     assert advice.gains == pytest.approx({"books": 0.15, "dvd": 0.15}) and advice.score == pytest.approx(0.7)
     source = Advice(**record["advice"]["source-only"])
     assert not source.adapt and source.score == pytest.approx(0.55) and source.settings == {
-        "target_class_prior": "none", "frozen_layers": 1,
+        "target_class_prior": "none", **FOUND,
     }  # fmt: skip
     assert source.errors_after == source.errors_before == Advice(**record["advice"]["fixmatch"]).errors_before
     assert source.temperature_after == source.temperature_before

@@ -21,20 +21,22 @@ def settings(method: Annotated[str, typer.Argument(help="Method whose settings a
     mtem settings mtem
     """
     from mtem import methods, models
+    from mtem.run import defaults
     from mtem.training.settings import TrainingSettings
 
     method_cls = methods.get(method)
     model_classes = {name: models.get_class(name) for name in models.names()}
     presets = method_cls.presets
+    paper = {**defaults.ON_CPU, **presets[defaults.PAPER]} if defaults.PAPER in presets else {}
     for title, fields in (
         (f"settings of {method}", method_cls.Settings),
         ("settings of every method", TrainingSettings),
         *((f"settings of --model {name}", model_cls.Settings) for name, model_cls in model_classes.items()),
     ):
-        print_settings(title, fields, presets["recommended"], presets.get("paper", {}))
+        print_settings(title, fields, presets["recommended"], paper)
     for name, model_cls in model_classes.items():
-        defaults = ", ".join(f"{key} = {value}" for key, value in model_cls.defaults.items())
-        out.print(f"with --model {name} the default is {defaults}", markup=False)
+        own = ", ".join(f"{key} = {value}" for key, value in model_cls.defaults.items())
+        out.print(f"with --model {name} the default is {own}", markup=False)
 
 
 def print_settings(title: str, fields: type, recommended: dict[str, Any], paper: dict[str, Any]) -> None:

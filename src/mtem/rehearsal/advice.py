@@ -57,7 +57,7 @@ def analyse(
     classes, metric
         Class names, and what is compared.
     resolved
-        "epochs" of the trials, and "frozen_layers" by method.
+        "epochs" of the trials, and by method the "settings" that were found for the device.
     """
     scored = [Scored(trial, candidate_figures(trial, metric, classes)) for trial in outputs]
     names = list(dict.fromkeys(trial.outputs.trial.method for trial in scored))
@@ -68,7 +68,8 @@ def analyse(
     advice = {name: advise(choices[name], scored, resolved) for name in names}
     recommended, why = recommend(best, choices)
     plain = [name for name in names if not has_own_head(name)]  # source-only ships the usual head
-    advice[SOURCE_ONLY] = without_adapting(advice[best if best in plain or not plain else plain[0]])
+    like = best if best in plain or not plain else plain[0]
+    advice[SOURCE_ONLY] = without_adapting(advice[like], resolved["settings"][like])
     left_out = left_out_logits(scored)
     return {
         "recommended": recommended,
@@ -101,7 +102,7 @@ def advise(choice: Choice, scored: Sequence[Scored], resolved: Mapping[str, Any]
     settings = {
         "learning_rate": configuration.learning_rate, "target_class_prior": configuration.prior,
         "epochs": float(resolved["epochs"]), "stop_epochs": choice.epoch, "evaluations": int(resolved["epochs"]),
-        "criterion": LAST, "frozen_layers": resolved["frozen_layers"][configuration.method],
+        "criterion": LAST, **resolved["settings"][configuration.method],
     }  # fmt: skip
     sources = [trial.figures[0] for trial in own]
     shares = np.array([entry.shares for entry in sources]).round(4)
@@ -116,9 +117,9 @@ def advise(choice: Choice, scored: Sequence[Scored], resolved: Mapping[str, Any]
     )  # fmt: skip
 
 
-def without_adapting(advice: Advice) -> Advice:
-    """Return the advice for the source model as it is, from that for a method."""
-    settings = {name: advice.settings[name] for name in ("target_class_prior", "frozen_layers")}
+def without_adapting(advice: Advice, found: Mapping[str, Any]) -> Advice:
+    """Return the advice for the source model as it is, from that for a method and its settings that were found for the device."""
+    settings = {"target_class_prior": advice.settings["target_class_prior"], **found}
     return dataclasses.replace(
         advice, method=SOURCE_ONLY, settings=settings, adapt=False, gains=dict.fromkeys(advice.gains, 0.0), mean=0.0, low=0.0,
         high=0.0, score=advice.score - advice.mean, accuracy_after=advice.accuracy_before, errors_after=advice.errors_before,

@@ -17,7 +17,7 @@ from mtem.run.adapt import find_settings
 from mtem.selection import priors
 from mtem.training.settings import TrainingSettings
 
-EPOCHS = 6  # passes of a trial
+EPOCHS = 6  # passes of a trial, if a run does not make more by default
 FACTORS = (1.0, 2.5)  # learning rates to try, relative to the default
 # Settings that a rehearsal sets itself.
 OWN = ("steps", "stop_epochs", "evaluations", "evaluation_texts", "left_out_models", "criterion", "calibrate")
@@ -43,6 +43,8 @@ class Plan:
         Passes of a trial.
     factors
         Learning rates relative to the default, if none are given.
+    resolved
+        By method: settings that were found for the device, which all of its runs have.
     """
 
     methods: tuple[str, ...]
@@ -54,6 +56,7 @@ class Plan:
     rarer_classes: bool
     epochs: int
     factors: tuple[float, ...] = FACTORS
+    resolved: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def seed(self) -> int:
@@ -70,9 +73,9 @@ class Plan:
         return has_own_head(method) or bool(set(preset) & set(settings.names(TrainingSettings)))
 
     def settings_of(self, method: str) -> dict[str, Any]:
-        """Return the given settings that the method, the model or the run has."""
+        """Return the given settings that the method, the model or the run has, and those that were found for the device."""
         accepted = settings.names(*map(type, find_settings(self.model, method, self.preset_of(method), {})))
-        return {name: value for name, value in self.given.items() if name in accepted}
+        return {**{name: value for name, value in self.given.items() if name in accepted}, **self.resolved.get(method, {})}
 
     def training_of(self, method: str) -> TrainingSettings:
         """Return the training settings of a method."""

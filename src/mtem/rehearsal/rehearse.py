@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -28,7 +29,8 @@ from mtem.rehearsal.domains import Domains, find_domains
 from mtem.rehearsal.figures import ACCURACY, check_metric
 from mtem.rehearsal.plan import Plan, make_plan
 from mtem.rehearsal.schedule import run_trials
-from mtem.rehearsal.trials import Work, source_methods
+from mtem.rehearsal.trials import Work, quiet_logging, source_methods
+from mtem.run import defaults
 from mtem.run.adapt import Corpora, create_model, find_settings
 from mtem.run.inputs import FROZEN_LIMIT
 from mtem.run.pretrained import file_name, write_pretrained
@@ -128,7 +130,8 @@ def rehearse(
     corpus = load_corpus(source, labeled=True, name="source", **columns)
     check_source(corpus)
     check_metric(metric, corpus.classes)
-    request = describe_request(plan, corpus, str(model), metric)
+    plan, resolved = resolve_plan(plan, corpus, any_passes=given.get("epochs") is None)
+    request = describe_request(plan, corpus, str(model), metric, resolved)
     more: list[Corpus] = []
     if pretrained := [name for name in source_methods(plan) if plan.training_of(name).pretrain_epochs]:
         for name in pretrained:
@@ -172,8 +175,45 @@ def rehearse(
         return Rehearsal(record, left_out, path)
 
 
-def describe_request(plan: Plan, corpus: Corpus, model: str, metric: str) -> dict[str, Any]:
-    """Return the first part of rehearsal.json: what was asked for."""
+def resolve_plan(plan: Plan, corpus: Corpus, *, any_passes: bool) -> tuple[Plan, dict[str, dict[str, Any]]]:
+    """Fill in the defaults of this device, so that runs on other devices can be what was rehearsed.
+
+    Parameters
+    ----------
+    plan, corpus
+        What was asked for.
+    any_passes
+        Whether the number of passes was not given.
+
+    Returns
+    -------
+    plan
+        With the settings of each method, and as many passes as a run makes by default, but not less than `EPOCHS`.
+    resolved
+        What was found, by method, for rehearsal.json.
+    """
+    networks: dict[int | None, Model] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    resolved: dict[str, dict[str, Any]] = {}
+    passes = [plan.epochs]
+    for name in dict.fromkeys([*plan.methods, *source_methods(plan)]):
+        training = plan.training_of(name)
+        with quiet_logging():  # runs say what they are made of themselves
+            if training.frozen_layers not in networks:
+                networks[training.frozen_layers] = untrained(corpus, plan, name)
+        network = networks[training.frozen_layers]
+        found = defaults.resolve(training, network, plan.preset_of(name))
+        if any_passes and training.epochs is None and found.epochs is not None:
+            passes.append(round(found.epochs))
+        settings[name] = {"max_length": found.max_length, "pretrain_epochs": found.pretrain_epochs}
+        resolved[name] = {**settings[name], "learning_rate": found.learning_rate, "frozen_layers": network.frozen_layers}
+    return dataclasses.replace(plan, epochs=max(passes), resolved=settings), resolved
+
+
+def describe_request(
+    plan: Plan, corpus: Corpus, model: str, metric: str, resolved: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the first part of rehearsal.json: what was asked for, and what was found for the device."""
     return {
         "model": model,
         "preset": plan.preset,
@@ -183,7 +223,8 @@ def describe_request(plan: Plan, corpus: Corpus, model: str, metric: str) -> dic
         "class_priors": plan.class_priors,
         "rarer_classes": plan.rarer_classes,
         "epochs": plan.epochs,
-        "settings": plan.given,
+        "resolved": resolved,
+        "settings": {**plan.given, **plan.resolved[plan.methods[0]]},
         "classes": list(corpus.classes),
         "unit": corpus.unit,
         "data": list(corpus.files),
@@ -204,7 +245,16 @@ def is_finished(path: Path, resume: bool, request: Mapping[str, Any]) -> bool:
     if not resume:
         raise RequestError(f"{path}: holds another rehearsal; give another --output, or --resume to continue it")
     old, new = read_json(record_path), json.loads(json.dumps(request, default=str))
+    for method, values in old.get("resolved", {}).items():
+        for name, was in values.items():
+            if (is_now := new["resolved"].get(method, {}).get(name, was)) != was:
+                raise RequestError(
+                    f"{path}: cannot resume, setting {name} of {method} was {was} and would now be {is_now}; it began with other "
+                    "settings or on another kind of device"
+                )
     for key in new:
+        if key == "resolved":
+            continue
         was, is_now = (data_identity(entry[key]) if key == "data" else entry.get(key) for entry in (old, new))
         if was != is_now:
             what = "the source data have changed since" if key == "data" else f"{key} was {was} and is now {is_now}"
@@ -248,8 +298,9 @@ def untrained(corpus: Corpus, plan: Plan, method: str | None = None) -> Model:
     chosen = find_settings(plan.model, method, plan.preset_of(method), plan.settings_of(method))
     device = find_device(chosen.training.device)
     name = models.find(plan.model, chosen.model)
+    training = defaults.resolve_length(chosen.training, models.get_class(plan.model), device, plan.preset_of(method))
     corpora = Corpora(corpus, corpus.unlabeled(), None)
-    return create_model(name, corpora, chosen, SourceOnly, None, device)
+    return create_model(name, corpora, chosen._replace(training=training), SourceOnly, None, device)
 
 
 def text_features(corpus: Corpus, plan: Plan, progress: Progress) -> np.ndarray:

@@ -40,7 +40,7 @@ def run_trials(
     outputs
         Of all configurations that were tried in every domain.
     resolved
-        "epochs" of the trials, and "frozen_layers" by method.
+        "epochs" of the trials, and by method the "settings" that were found for the device.
     notes
         What was cut or failed, for the user.
 
@@ -65,12 +65,12 @@ def run_trials(
     if not outputs:
         advice = "; --resume continues with what was tried so far" if incomplete else ""
         raise RunError(f"no method was tried in every domain. {'; '.join(notes)}{advice}")
-    frozen = {}
+    found = {}
     for method in plan.methods:
         source = SourceTask(names[0], method if plan.own_source_model(method) else SHARED_SOURCE)
-        frozen[method] = read_json(work.source_model_path(source) / "run.json")["resolved"]["frozen_layers"]
-    resolved = {"epochs": plan.epochs, "frozen_layers": frozen}
-    return outputs, resolved, notes
+        frozen = read_json(work.source_model_path(source) / "run.json")["resolved"]["frozen_layers"]
+        found[method] = {"frozen_layers": frozen, **plan.resolved.get(method, {})}
+    return outputs, {"epochs": plan.epochs, "settings": found}, notes
 
 
 def plan_trials(work: Work, plan: Plan, default_rate: float) -> list[Trial]:

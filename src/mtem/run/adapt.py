@@ -22,6 +22,7 @@ from mtem.methods.base import Method
 from mtem.models import encoders
 from mtem.models.base import Model, ModelSettings
 from mtem.progress import Progress
+from mtem.run import defaults
 from mtem.run.candidates import OnCandidate
 from mtem.run.directory import REHEARSAL, RunDirectory
 from mtem.run.pipeline import Observer, Run
@@ -40,6 +41,8 @@ AUTO = "auto"
 CHOICES = ("learning_rate", "epochs", "stop_epochs", "target_class_prior", "criterion", "frozen_layers")
 OF_THE_MACHINE = ("seed", "device", "precision", "log_every", "checkpoint_seconds")  # not taken from a rehearsal
 FREE_ON_RESUME = {"checkpoint_seconds", "log_every"}  # settings that may differ when a run is resumed
+# What a run has found for its device, and a resumed one must have too.
+SAME_ON_RESUME = ("max_length", "epochs", "pretrain_epochs", "learning_rate", "frozen_layers")
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +175,11 @@ def adapt(
     if resume and path is not None and is_finished(RunDirectory(path), request):
         logger.info("%s: this run is finished already", path)
         return Adapted.load(path)
+    chosen = chosen._replace(training=defaults.resolve_length(chosen.training, model_cls, device, preset))
     network = create_model(name, corpora, chosen, method_cls, source_model, device)
+    training = defaults.resolve(chosen.training, network, preset, from_source_model=source_model is not None)
+    if defaults.has_gpu_defaults(device, preset) and (found := defaults.describe(request["settings"], training)):
+        logger.info("defaults on %s: %s", device.type, found)
     if pretrained is not None:
         begin_pretrained(network, pretrained)
     with contextlib.ExitStack() as stack:
@@ -180,19 +187,24 @@ def adapt(
         stack.callback(setattr, progress, "outlook", None)
         directory = RunDirectory(path, workspace, frozen_store)
         run = Run(
-            network, method_cls, chosen.training, chosen.method, *corpora, directory, progress, request,
+            network, method_cls, training, chosen.method, *corpora, directory, progress, request,
             observe=observe, on_candidate=on_candidate, advice=advice,
             left_out=rehearsed_left_out(rehearsal, request) or matching_left_out(source_model, request),
         )  # fmt: skip
+        if resume:
+            check_resolved(directory, run.resolved())
         return run.run(resume)
 
 
 def find_settings(model: str | os.PathLike[str], method: str, preset: str, given: Mapping[str, Any]) -> AdaptSettings:
-    """Return all settings of an adaptation. Refuse unknown names and bad values."""
+    """Return all settings of an adaptation. Refuse unknown names and bad values.
+
+    They do not depend on the device: settings whose defaults do are None.
+    """
     method_cls, model_cls = methods.get(method), models.get_class(model)
     if preset not in method_cls.presets:
         raise RequestError(f"unknown preset '{preset}': {method} has {', '.join(method_cls.presets)}")
-    values = {**model_cls.defaults, **method_cls.presets[preset]}
+    values = {**(defaults.ON_CPU if preset == defaults.PAPER else {}), **model_cls.defaults, **method_cls.presets[preset]}
     values |= {name: value for name, value in model_cls.presets.get(preset, {}).items() if name in values}
     classes = {"training": TrainingSettings, "method": method_cls.Settings, "model": model_cls.Settings}
     return AdaptSettings(**settings.build(classes, {**values, **given}))
@@ -359,6 +371,19 @@ def is_finished(directory: RunDirectory, request: Mapping[str, Any]) -> bool:
     return bool(old["status"] == "done")
 
 
+def check_resolved(directory: RunDirectory, resolved: Mapping[str, Any]) -> None:
+    """Refuse to resume a run that has found other values for its device."""
+    if not directory.has_record():
+        return
+    old = directory.read_record().get("resolved") or {}
+    for name in SAME_ON_RESUME:
+        if name in old and old[name] != resolved[name]:
+            raise RequestError(
+                f"{directory.path}: cannot resume, setting {name} was {old[name]} (device {old.get('device')}) and would now be "
+                f"{resolved[name]} (device {resolved['device']}); resume it on a device of the same kind, or begin a new run"
+            )
+
+
 def create_model(
     name: str,
     corpora: Corpora,
@@ -367,8 +392,9 @@ def create_model(
     source_model: Adapted | None,
     device: torch.device,
 ) -> Model:
-    """Return the model before any training, or with the weights of `source_model`."""
+    """Return the model before any training, or with the weights of `source_model`; `max_length` must be known."""
     training = chosen.training
+    assert training.max_length is not None
     torch.manual_seed(training.seed)
     texts = [corpus for corpus in corpora if corpus is not None]
     like = None if source_model is None else source_model.model

@@ -53,7 +53,7 @@ class Run:
     method_cls, method_settings
         The method of the adaptation and its settings.
     training
-        The settings that all methods share.
+        The settings that all methods share, after `mtem.run.defaults.resolve`.
     source, target, target_labeled
         Labeled source texts, unlabeled target texts, labeled target texts if there are any.
     directory
@@ -148,6 +148,7 @@ class Run:
         """Encode the texts, and find the number of steps and when candidates are evaluated."""
         self.inputs.encode(self.progress)
         steps = self.settings.steps
+        assert self.settings.epochs is not None
         self.steps = round(self.settings.epochs * self.inputs.target_stream.per_epoch) if steps is None else steps
         if self.method_cls is SourceOnly:
             self.steps = 0
@@ -159,7 +160,7 @@ class Run:
             self.all_texts = pretraining.all_texts(
                 self.model, [self.inputs.source_stream.tokens, self.inputs.target_stream.tokens], self.settings
             )
-            self.pretrain_steps = round(self.settings.pretrain_epochs * self.all_texts.per_epoch)
+            self.pretrain_steps = round((self.settings.pretrain_epochs or 0.0) * self.all_texts.per_epoch)
         self.source_steps = 0 if has_source_model else round(self.settings.source_epochs * self.inputs.source_stream.per_epoch)
         self.candidates = Candidates(
             self.model, self.inputs, self.settings, self.steps, self.last_step, self.directory, self.on_candidate
@@ -488,21 +489,27 @@ class Run:
             checkpoints.restore_random_state(state, self.generator)
         self.directory.append_history({"seconds": round(time.monotonic() - self.started, 2), **line})
 
+    def resolved(self) -> dict[str, Any]:
+        """Return what was found for this device and this model, for run.json."""
+        return {
+            "device": str(self.model.device),
+            "precision": str(self.model.precision or torch.float32).removeprefix("torch."),
+            "frozen_layers": self.model.frozen_layers,
+            "max_length": self.model.max_length,
+            "pretrain_epochs": self.settings.pretrain_epochs,
+            "pretrain_learning_rate": pretraining.find_learning_rate(self.model, self.settings) if self.pretrains else None,
+            "source_learning_rate": self.source_learning_rate,
+            "epochs": self.settings.epochs,
+            "learning_rate": self.learning_rate,
+            "threads": torch.get_num_threads(),
+        }
+
     def description(self) -> dict[str, Any]:
         """Return the part of run.json that is known before the first step."""
         return {
             **self.request,
             "seed": self.settings.seed,
-            "resolved": {
-                "device": str(self.model.device),
-                "precision": str(self.model.precision or torch.float32).removeprefix("torch."),
-                "frozen_layers": self.model.frozen_layers,
-                "max_length": self.model.max_length,
-                "pretrain_learning_rate": pretraining.find_learning_rate(self.model, self.settings) if self.pretrains else None,
-                "source_learning_rate": self.source_learning_rate,
-                "learning_rate": self.learning_rate,
-                "threads": torch.get_num_threads(),
-            },
+            "resolved": self.resolved(),
             "versions": versions(),
             "texts": {
                 "source_trained_on": len(self.inputs.train_rows),

@@ -89,7 +89,7 @@ def pretrain(model: Model, corpora: Sequence[EncodedCorpus], settings: TrainingS
     """Pretrain a model outside of a run, as a run with these texts and settings would."""
     check_pretraining(model, settings)
     stream = all_texts(model, corpora, settings)
-    steps = round(settings.pretrain_epochs * stream.per_epoch)
+    steps = round((settings.pretrain_epochs or 0.0) * stream.per_epoch)
     context = Context(steps, 0, len(model.classes), torch.Generator().manual_seed(settings.seed), lambda: 0.0)
     trainer = Trainer(
         new_method(model, settings, context), settings, name=STAGE, steps=steps, source=stream, target=None, progress=progress,

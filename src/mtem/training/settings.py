@@ -17,14 +17,18 @@ SCHEDULE_NAMES = (*schedules.SCHEDULES, "assumption-2")
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
-    """Lengths, learning rates, batches, the device, the choice of the final weights."""
+    """Lengths, learning rates, batches, the device, the choice of the final weights.
+
+    Defaults that depend on the device are None until `mtem.run.defaults` has filled them in.
+    """
 
     seed: int = setting(0, "seed of every random choice", low=0, high=2**32 - 1)
-    max_length: int = setting(256, "tokens kept of a text", low=4)
+    max_length: int | None = setting(None, "tokens kept of a text; none: 512 on a GPU, 256 on a CPU; bigcn 256", low=4)
     batch_size: int = setting(50, "texts in a batch, of the source and of the target", low=1)
-    pretrain_epochs: float = setting(
-        0.0, "passes over all texts, labeled or not, in which the encoder learns to restore masked words, before the source "
-        "training; 0: none", low=0.0,
+    pretrain_epochs: float | None = setting(
+        None, "passes over all texts, labeled or not, in which the encoder learns to restore masked words, before the source "
+        "training; none: 24 on a GPU for encoders with hidden states narrower than 512 of which all layers are trained, else 0",
+        low=0.0,
     )  # fmt: skip
     pretrain_learning_rate: float | None = setting(
         None, "learning rate of the pretraining; none: 2e-4 for encoders with hidden states narrower than 512, else 1e-4", low=0.0
@@ -34,14 +38,18 @@ class TrainingSettings:
     source_learning_rate: float | None = setting(
         None, "learning rate of the source training; none: 5e-5, or 5e-4 when lower layers are frozen; bigcn 2e-3", low=0.0
     )
-    epochs: float = setting(2.0, "passes over the unlabeled texts in the adaptation", low=0.0)
+    epochs: float | None = setting(
+        None, "passes over the unlabeled texts in the adaptation; none: 12 on a GPU, 2 on a CPU; bigcn 10", low=0.0
+    )
     steps: int | None = setting(None, "steps of the adaptation, instead of epochs", low=0)
     stop_epochs: float | None = setting(
         None, "passes after which the adaptation stops, on the schedule of all epochs; a rehearsal sets it; none: at the end",
         low=0.0,
     )  # fmt: skip
     learning_rate: float | None = setting(
-        None, "learning rate of the adaptation; none: 2e-5, or 2e-4 when lower layers are frozen; bigcn 5e-4", low=0.0
+        None,
+        "learning rate of the adaptation; none: 5e-5 on a GPU, 2e-5 on a CPU, 2e-4 when lower layers are frozen; bigcn 5e-4",
+        low=0.0,
     )
     ema_decay: float = setting(
         0.99,

@@ -127,7 +127,9 @@ class BigcnModel(Model):
     # cheap: the indexes need about ten passes to settle. Events differ in their share of rumours, and self-training
     # suppresses the rarer class unless class shares are assumed; equal ones were best on events held out of the sources
     # (docs/pheme.md).
-    defaults: ClassVar[dict[str, Any]] = {"source_epochs": 4.0, "epochs": 10.0, "target_class_prior": "uniform"}
+    defaults: ClassVar[dict[str, Any]] = {
+        "max_length": 256, "source_epochs": 4.0, "epochs": 10.0, "target_class_prior": "uniform",
+    }  # fmt: skip
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"learning_rate": 5e-3, "target_class_prior": "none"}}
     card_title = "A classifier of threads"
 
