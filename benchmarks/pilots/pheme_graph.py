@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
         adapt_to(
             args, args.target, dict(sorted(data.sources.items())), division.unlabeled, division.test, division.truth, labeled
         )
-    for event in sorted(data.sources) if args.rehearse else ():
+    for event in (args.event or sorted(data.sources)) if args.rehearse else ():
         rows = [record for _, record in read_rows(data.sources[event])]
         threads = [{"id": record["id"], "nodes": record["nodes"]} for record in rows]
         others = {name: path for name, path in sorted(data.sources.items()) if name != event}
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--target")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--event", action="append", help="with --rehearse: only this event")
     parser.add_argument("--labeled", action="store_true", help="with 100 labeled threads of the target")
     parser.add_argument("--set", action="append", default=[], help="SETTING=VALUE of the source model and of all runs")
     parser.add_argument("--runs", default="mtem", help="METHOD:SETTING=VALUE:..., separated by commas")

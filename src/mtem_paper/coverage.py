@@ -9,7 +9,7 @@ from typing import Any
 
 from mtem_paper import protocol
 from mtem_paper.cells import PROTOCOL
-from mtem_paper.formatting import digits, table
+from mtem_paper.formatting import blank_repeats, digits, table
 from mtem_paper.protocol import DATASETS, SETTINGS, VARIANTS
 from mtem_paper.statistics import Cell
 from mtem_paper.tables import Place, at, places
@@ -92,3 +92,28 @@ def earlier_rules(cells: Sequence[Cell], current: Sequence[Cell]) -> str:
             rows.append([place.title, str(len(shown)), str(len(old)), str(len(rerun))])
     header = ["where", "runs shown", "of earlier rules", "run again so far"]
     return table(header, rows) if rows else "None.\n"
+
+
+def so_far(cells: Sequence[Cell], current: Sequence[Cell]) -> str:
+    """Return the scores of runs under the rules of today where the tables still show earlier ones.
+
+    A row is a variant with its mean over the targets; seeds that have not all targets are left out.
+    """
+    rows = []
+    for place in places(current):
+        if any(cell["protocol"] == PROTOCOL for cell in at(cells, place)):
+            continue  # the tables show them
+        new = [cell for cell in at(current, place) if cell["protocol"] == PROTOCOL]
+        targets = DATASETS[place.dataset].targets
+        for variant in (name for name in VARIANTS if any(cell["variant"] == name for cell in new)):
+            by_seed: dict[int, dict[str, float]] = {}
+            for cell in new:
+                if cell["variant"] == variant:
+                    by_seed.setdefault(cell["seed"], {})[cell["target"]] = cell["score"]
+            whole = [scores for scores in by_seed.values() if len(scores) == len(targets)]
+            if whole:
+                means = [sum(scores[target] for scores in whole) / len(whole) for target in targets]
+                figures = [digits(value, 4) for value in (*means, sum(means) / len(means))]
+                name = VARIANTS[variant].title(place.setting)
+                rows.append([place.title, name, str(len(whole)), " ".join(figures[:-1]), figures[-1]])
+    return table(["where", "row", "seeds", "by target", "mean"], blank_repeats(rows)) if rows else "None.\n"

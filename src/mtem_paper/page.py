@@ -109,6 +109,7 @@ def sections(results: Path, loaded: cell_files.Results, drawn: dict[str, str]) -
         "failures": lambda: bullets(coverage.failures(results)),
         "source_models": lambda: coverage.source_models(cells),
         "earlier_rules": lambda: coverage.earlier_rules(cells, loaded.current),
+        "so_far": lambda: coverage.so_far(cells, loaded.current),
         "amazon": lambda: tables.general("amazon", boards),
         "outside": lambda: tables.outside(boards),
         "pheme": lambda: tables.general("pheme", boards),

@@ -43,7 +43,7 @@ from mtem_paper.protocol import DATASETS
 from mtem_paper.runner import SOURCE_MODELS
 
 RECORDS, OUTPUTS, FAILURES = "rehearsals", "rehearsal-outputs", "failures"  # folders below the results' folder
-PASSES = 12
+PASSES = {"amazon": 12, "pheme": 24}  # of a trial; an event has few threads
 PRESET = "recommended"
 RATES = {"amazon": 2e-5, "pheme": 5e-4}  # which the factors of learning rates multiply
 LONGEST_WAIT = 1800.0  # seconds for a source model that another process trains
@@ -82,7 +82,7 @@ class Wave:
 
 
 _COMMON, _OTHERS = ("mtem", "fixmatch", "biat"), ("dann", "cst", "mme")
-_CHEAP, _TWO = ("mtem", "fixmatch", "cst", "dann", "mme"), ("mtem", "fixmatch")
+_TWO = ("mtem", "fixmatch")
 
 # The most important ones first: what cells need, then what tells how well rehearsals choose.
 WAVES: dict[str, tuple[Wave, ...]] = {
@@ -96,16 +96,14 @@ WAVES: dict[str, tuple[Wave, ...]] = {
         Wave(True, _COMMON, seeds=(1, 2)),
     ),
     "pheme": (
-        Wave(False, _CHEAP, priors=("uniform",)),
-        Wave(False, _CHEAP, factors=(1.0,), priors=("uniform",)),
-        Wave(False, _TWO),
-        Wave(False, _TWO, priors=("uniform", "none"), rare="rumour"),
-        Wave(False, ("biat",), priors=("uniform",)),
-        Wave(True, _CHEAP, priors=("uniform",)),
-        Wave(True, _CHEAP, factors=(1.0,), priors=("uniform",)),
-        Wave(True, _TWO),
-        Wave(True, _TWO, seeds=(1, 2, 3, 4), priors=("uniform",)),
-        Wave(True, ("biat",), priors=("uniform",)),
+        Wave(False, _TWO, (1.0,), ("uniform",)),
+        Wave(False, _TWO, (1.0,)),
+        Wave(False, ("biat", "cst", "dann", "mme"), (1.0,), ("uniform",)),
+        Wave(False, _TWO, (1.0,), ("uniform", "none"), rare="rumour"),
+        Wave(False, _TWO, priors=("uniform",)),
+        Wave(True, (*_TWO, "biat", "cst", "dann", "mme"), (1.0,), ("uniform",)),
+        Wave(True, _TWO, (1.0,)),
+        Wave(True, _TWO, (1.0,), ("uniform",), seeds=(1, 2, 3, 4)),
     ),
 }
 
@@ -315,7 +313,7 @@ class Rehearser:
         if key not in self._works:
             place, about = task.place, DATASETS[task.place.dataset]
             overrides = json.loads(task.overrides)
-            passes = int(overrides.pop("epochs", PASSES))
+            passes = int(overrides.pop("epochs", PASSES[place.dataset]))
             given = {**about.settings_of(place.model), **overrides, "seed": place.seed, "device": self.device}
             target = splits.read(place.dataset, self.data, place.target, next(iter(about.pools)))
             corpus = load_corpus(target.sources, labeled=True)

@@ -38,6 +38,24 @@ def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(
     assert coverage.earlier_rules(found.cells, found.current) == "None.\n"
 
 
+def test_what_todays_runs_say_while_the_tables_show_earlier_ones():
+    def run(variant, target, seed, score, number=4):
+        place = {"dataset": "amazon", "model": "minilm", "pool": "mixed", "setting": "unsupervised"}
+        return {**place, "variant": variant, "target": target, "seed": seed, "score": score, "protocol": number}
+
+    targets = protocol.DATASETS["amazon"].targets
+    old = [run("mtem", target, seed, 0.5, 3) for target in targets for seed in range(9)]
+    new = [run("mtem", target, 0, 0.8) for target in targets] + [run("mtem", target, 1, 0.9) for target in targets]
+    new += [run("mtem", "books", 2, 0.1), run("fixmatch", "books", 0, 0.7)]  # not all targets
+    new += [run("out", target, 0, 0.75 + 0.01 * number) for number, target in enumerate(targets)]
+    lines = coverage.so_far(old, new).splitlines()[2:]
+    assert lines == [
+        "| Amazon, minilm, mixed pool, unsupervised | Out | 1 | .7500 .7600 .7700 .7800 | .7650 |",
+        "|  | MTEM | 2 | .8500 .8500 .8500 .8500 | .8500 |",
+    ]
+    assert coverage.so_far(new, new) == coverage.so_far(old, old) == "None.\n", "the tables show them, or there are none"
+
+
 def test_damaged_files_and_rehearsals_are_no_results(tmp_path):
     cell = protocol.plan(["general"], "pheme", "bigcn", "bigcn", variants=["mtem"], seeds=[0])[0]
     names = ("dataset", "model", "setting", "pool", "variant", "target", "seed")

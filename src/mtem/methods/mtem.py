@@ -114,8 +114,8 @@ class MtemSettings:
 
 
 # An index of 2 takes the weight from the hard views, which teach most; what distrust is for, the threshold does as well
-# (docs/recipe.md).
-RECOMMENDED: dict[str, Any] = {"index_initial": 1.0, "index_low": 1.0, "threshold": 0.95}
+# (docs/recipe.md). BiGCN has other values (`BigcnModel.presets`).
+RECOMMENDED: dict[str, Any] = {"index_initial": 1.0, "index_low": 1.0, "index_mode": "per-text", "threshold": 0.95}
 
 # Algorithm 1 and the constants of the paper. It does not give the range of kappa, nor s: 2 to 0.5 and 5 are our choice.
 PAPER: dict[str, Any] = {

@@ -36,7 +36,10 @@ class TrainingSettings:
     pretrain_batch_size: int = setting(64, "texts in a batch of the pretraining", low=1)
     source_epochs: float = setting(3.0, "passes over the labeled texts before the adaptation", low=0.0)
     source_learning_rate: float | None = setting(
-        None, "learning rate of the source training; none: 5e-5, or 5e-4 when lower layers are frozen; bigcn 2e-3", low=0.0
+        None,
+        "learning rate of the source training; none: 5e-5, or 5e-4 when lower layers are frozen; bigcn 2e-3, "
+        "with features=encoder 5e-4",
+        low=0.0,
     )
     epochs: float | None = setting(
         None, "passes over the unlabeled texts in the adaptation; none: 12 on a GPU, 2 on a CPU; bigcn 10", low=0.0

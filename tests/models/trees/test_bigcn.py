@@ -63,6 +63,20 @@ def test_the_network_is_the_slow_reading(kind, root_hidden):
     assert_near(made(features, graph), wanted)
 
 
+def test_what_the_head_reads_of_the_convolutions_is_dropped():
+    features, graph, _ = problem("dense", [SHAPES["star"]] * 200)
+    made = network(root_hidden=4, dropout=0.0, drop_edge=0.0, head_dropout=0.5)
+    seen = []
+    made.head.register_forward_hook(lambda _, given, out: seen.append(given[0]))
+    made(features, graph)
+    made.train()(features, graph)
+    whole, dropped = seen
+    there = whole.abs() > 1e-9
+    convolutions = torch.arange(whole.shape[1]) < 4 * 5
+    assert 0.4 < (dropped == 0)[there & convolutions].double().mean() < 0.6
+    assert_near(dropped[:, ~convolutions], whole[:, ~convolutions])
+
+
 def test_what_the_root_says_is_dropped_before_and_after_its_layer():
     features, graph, _ = problem("dense", [SHAPES["star"]] * 400)
     made = network(root_hidden=4, dropout=0.5, drop_edge=0.0)

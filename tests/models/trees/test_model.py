@@ -573,6 +573,18 @@ def test_features_are_centred_by_domain(files, encoder, tmp_path):
         mtem.load(tmp_path / "run")
 
 
+def test_defaults_depend_on_the_features(encoder, rows):
+    words, posts = make_model(rows, hidden=None), make_model(rows, hidden=None, features="encoder", encoder=str(encoder))
+    for made, sizes, rate in ((words, (64, 0, 0.0), 2e-3), (posts, (16, 64, 0.5), 5e-4)):
+        assert (made.network.up.hidden, made.network.root_hidden, made.network.head_dropout) == sizes
+        assert made.default_learning_rates() == (rate, 5e-4) and made.centred is (made is posts)
+    given = {"features": "encoder", "encoder": str(encoder), "hidden": 3, "root_hidden": 0, "head_dropout": 0.0, "centre": False}
+    bare = make_model(rows, **given)
+    assert (bare.network.up.hidden, bare.network.root, bare.network.head_dropout, bare.centred) == (3, None, 0.0, False)
+    with pytest.raises(RequestError, match="centre=true needs dense features"):
+        BigcnSettings(centre=True)
+
+
 def test_means_of_a_corpus_are_those_of_its_posts(rows, vectors, monkeypatch):
     monkeypatch.setattr("mtem.models.trees.encoded.CHUNK", 5)
     made = make_model(rows, features="vectors", vectors=str(vectors))
@@ -631,9 +643,8 @@ def test_defaults_of_the_model_give_way_to_presets_and_to_the_user(files):
     free = {name: value for name, value in SMALL.items() if name not in ("source_epochs", "source_learning_rate")}
     record = mtem.adapt(str(files["paris"]), str(files["ferguson"]), **free, steps=0).record
     assert record["settings"]["source_epochs"] == BigcnModel.defaults["source_epochs"]
-    assert (record["resolved"]["source_learning_rate"], record["resolved"]["learning_rate"]) == BigcnModel.default_learning_rates(
-        BigcnModel
-    )
+    assert (record["resolved"]["source_learning_rate"], record["resolved"]["learning_rate"]) == (2e-3, 5e-4)
+    assert (record["settings"]["index_mode"], record["settings"]["threshold"]) == ("shared", 0.0)
 
 
 @pytest.mark.parametrize("method", methods.METHODS)

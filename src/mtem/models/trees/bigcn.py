@@ -230,6 +230,8 @@ class BiGCN(nn.Module):
         The share of edges dropped in each direction and pass, in training.
     root_hidden
         The width of the layer that reads the root alone; 0: there is none.
+    head_dropout
+        The dropout rate of what the head reads of both directions, in training.
     """
 
     def __init__(
@@ -240,9 +242,10 @@ class BiGCN(nn.Module):
         dropout: float = 0.5,
         drop_edge: float = 0.2,
         root_hidden: int = 0,
+        head_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.dropout, self.drop_edge, self.root_hidden = dropout, drop_edge, root_hidden
+        self.dropout, self.drop_edge, self.root_hidden, self.head_dropout = dropout, drop_edge, root_hidden, head_dropout
         self.down, self.up = Direction(width, hidden), Direction(width, hidden)
         self.root = nn.Linear(width, root_hidden) if root_hidden else None
         self.head: Head = nn.Linear(4 * hidden + root_hidden, classes)
@@ -259,7 +262,7 @@ class BiGCN(nn.Module):
 
         up = self.up(features, moved, sizes, (nodes, moved.parents, kept()), dropout)
         down = self.down(features, moved, sizes, (moved.parents, nodes, kept()), dropout)
-        parts = [up, down]
+        parts = [F.dropout(part, self.head_dropout, self.training) for part in (up, down)]
         if self.root is not None:
             values = features.root_values(self.root.in_features, device)
             parts.append(F.dropout(F.relu(self.root(F.dropout(values, dropout))), dropout).to(up.dtype))

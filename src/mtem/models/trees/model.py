@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 FEATURES: dict[str, type[PostFeatures]] = {features.name: features for features in (Tfidf, Vectors, Embeddings)}
 _FORMAT = 1  # of a saved model, and part of every cache address: increase it when the files change
 _POSTS = 2048  # encoded at once
+# Defaults. Those with the features of an encoder were compared on events left out of the sources (docs/pheme.md).
+OF_WORDS: dict[str, Any] = {"hidden": 64, "root_hidden": 0, "head_dropout": 0.0, "centre": False}
+OF_ENCODERS: dict[str, Any] = {"hidden": 16, "root_hidden": 64, "head_dropout": 0.5, "centre": True}
 CENTRE = "centre.safetensors"
 
 
@@ -52,12 +55,16 @@ class BigcnSettings(ModelSettings):
     vocabulary: int = setting(5000, "words of the tfidf features: the most frequent ones of all texts except the test set", low=1)
     vectors: str | None = setting(None, "file of word vectors for features=vectors, with lines 'word v1 v2 ...' (.gz too)")
     encoder: str = setting("minilm", "encoder for features=encoder: a packaged name, a directory or a Hugging Face name")
-    hidden: int = setting(64, "width of each graph convolution", low=1)
+    hidden: int | None = setting(None, "width of each graph convolution; none: 16 with features=encoder, else 64", low=1)
     graph_dropout: float = setting(0.5, "dropout rate between the convolutions, in training", low=0.0, high=0.95)
     drop_edge: float = setting(0.2, "share of the edges dropped in each direction and pass, in training", low=0.0, high=1.0)
     root_hidden: int | None = setting(
-        None, "width of a layer that reads the first post alone, beside the convolutions; none: 128 with features=encoder, "
+        None, "width of a layer that reads the first post alone, beside the convolutions; none: 64 with features=encoder, "
         "else 0", low=0,
+    )  # fmt: skip
+    head_dropout: float | None = setting(
+        None, "dropout rate of what the head reads of the convolutions, in training; none: 0.5 with features=encoder, else 0",
+        low=0.0, high=0.95,
     )  # fmt: skip
     centre: bool | None = setting(
         None, "subtract the mean over the posts of its domain from the features of a post (not with tfidf); none: true with "
@@ -71,17 +78,12 @@ class BigcnSettings(ModelSettings):
         if self.features == "tfidf" and self.centre:
             raise RequestError("centre=true needs dense features; use features=encoder or features=vectors, or centre=false")
 
-    @property
-    def centred(self) -> bool:
-        """Whether features are centred."""
-        return self.features == "encoder" if self.centre is None else self.centre
-
-    @property
-    def root_width(self) -> int:
-        """The width of the layer that reads the first post alone."""
-        if self.root_hidden is not None:
-            return self.root_hidden
-        return 128 if self.features == "encoder" else 0
+    def found(self, name: str) -> Any:
+        """Return a setting whose default depends on the features."""
+        value = getattr(self, name)
+        if value is not None:
+            return value
+        return (OF_ENCODERS if self.features == Embeddings.name else OF_WORDS)[name]
 
     def check(self) -> None:
         """Check that the word vectors or the encoder exist.
@@ -124,13 +126,18 @@ class BigcnModel(Model):
     model_type = "mtem-bigcn"
     Settings = BigcnSettings
     # `source_epochs` was chosen by accuracy and loss on held-out source threads of PHEME. An event has few threads, each of them
-    # cheap: the indexes need about ten passes to settle. Events differ in their share of rumours, and self-training
+    # cheap, so there is time for many passes. Events differ in their share of rumours, and self-training
     # suppresses the rarer class unless class shares are assumed; equal ones were best on events held out of the sources
     # (docs/pheme.md).
     defaults: ClassVar[dict[str, Any]] = {
-        "max_length": 256, "source_epochs": 4.0, "epochs": 10.0, "target_class_prior": "uniform",
+        "max_length": 256, "source_epochs": 4.0, "epochs": 24.0, "target_class_prior": "uniform",
     }  # fmt: skip
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"learning_rate": 5e-3, "target_class_prior": "none"}}
+    # On events held out of the sources, an index that all threads share was better than one for each, and a threshold of
+    # confidence worse than none (docs/recipe.md).
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "recommended": {"index_mode": "shared", "threshold": 0.0},
+        "paper": {"learning_rate": 5e-3, "target_class_prior": "none", "epochs": 10.0},
+    }
     card_title = "A classifier of threads"
 
     network: BiGCN
@@ -182,9 +189,10 @@ class BigcnModel(Model):
             posts = (text for corpus in corpora for threads in _portions(corpus) for thread in threads for text in thread.texts)
             features = _fit(posts, settings, max_length)
         network = BiGCN(
-            features.width, len(classes), settings.hidden, settings.graph_dropout, settings.drop_edge, settings.root_width
-        )
-        return cls(network, features, classes, centred=settings.centred)
+            features.width, len(classes), settings.found("hidden"), settings.graph_dropout, settings.drop_edge,
+            settings.found("root_hidden"), settings.found("head_dropout"),
+        )  # fmt: skip
+        return cls(network, features, classes, centred=settings.found("centre"))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write config.json, model.safetensors, and the features: vocabulary.json and .safetensors, or a folder "encoder"."""
@@ -201,6 +209,7 @@ class BigcnModel(Model):
             "graph_dropout": self.network.dropout,
             "drop_edge": self.network.drop_edge,
             "root_hidden": self.network.root_hidden,
+            "head_dropout": self.network.head_dropout,
             "centred": self.centred,
             "has_centre": self.centre is not None,
             "cosine_temperature": self.head.temperature if isinstance(self.head, CosineHead) else None,
@@ -236,7 +245,7 @@ class BigcnModel(Model):
                 )
             network = BiGCN(
                 features.width, len(classes), record["hidden"], record["graph_dropout"], record["drop_edge"],
-                record.get("root_hidden", 0),
+                record.get("root_hidden", 0), record.get("head_dropout", 0.0),
             )  # fmt: skip
             if record["cosine_temperature"] is not None:
                 network.head = CosineHead(network.head, record["cosine_temperature"])
@@ -447,7 +456,7 @@ class BigcnModel(Model):
 
     def default_learning_rates(self) -> tuple[float, float]:
         """Return the rates of the source training and of the adaptation."""
-        return 2e-3, 5e-4
+        return (5e-4 if self.features.name == Embeddings.name else 2e-3), 5e-4
 
 
 def _fit(posts: Iterable[str], settings: BigcnSettings, max_length: int) -> PostFeatures:
