@@ -24,7 +24,7 @@ from mtem.run.adapt import AdaptSettings, Corpora, create_model, find_settings
 from mtem.run.pretrained import SETTINGS, write_pretrained
 from mtem.run.record import machine, versions
 from mtem.training.devices import find_device
-from mtem.training.pretraining import pretrain
+from mtem.training.pretraining import pretrain_model
 
 FOLDER = "pretrained"  # below the folder of source models
 
@@ -73,7 +73,7 @@ class Store:
         device = find_device(self.device)
         name = models.find(self.model, chosen.model)
         network = create_model(name, Corpora(source, target, None), chosen, SourceOnly, None, device)
-        pretrain(network, [network.encode(source), network.encode(target)], chosen.training, Progress(quiet=True))
+        pretrain_model(network, [source, target], chosen.training, Progress(quiet=True))
         write_pretrained(path, network)
         record = {
             "texts": len(source) + len(target), "settings": {name: getattr(chosen.training, name) for name in SETTINGS},

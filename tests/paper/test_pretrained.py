@@ -74,5 +74,5 @@ def test_rehearsals_of_a_target_have_the_encoder_of_its_cells(amazon, encoder, t
         ["general"], "amazon", str(encoder), "tiny", seeds=[0], targets=["kitchen"], settings_=["unsupervised"], pools=["mixed"],
         variants=["out"], overrides=TINY,
     )  # fmt: skip
-    monkeypatch.setattr(pretrained, "pretrain", None)  # it must not be needed again
+    monkeypatch.setattr(pretrained, "pretrain_model", None)  # it must not be needed again
     assert not runner.run(cells, tmp_path, data=amazon, model=str(encoder), device="cpu").failed

@@ -161,9 +161,9 @@ def test_a_variant_without_pretraining_has_its_own_theta_1(amazon, encoder, tmp_
             assert adapted.record["steps"]["pretrain"] == 0, "all share one encoder"
         return adapted
 
-    original = paper_pretrained.pretrain
+    original = paper_pretrained.pretrain_model
     monkeypatch.setattr(search, "adapt", watched)
-    monkeypatch.setattr(paper_pretrained, "pretrain", lambda *given: trained.append(1) or original(*given))
+    monkeypatch.setattr(paper_pretrained, "pretrain_model", lambda *given: trained.append(1) or original(*given))
     found = planned(encoder, ["out", "out-without-pretraining", "fixmatch", "mme", "oracle"])
     assert not runner.run(found, tmp_path, data=amazon, model=str(encoder), device="cpu").failed
     source, halves = ("source-only", True), [("source-only", True)] * 2

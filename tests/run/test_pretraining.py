@@ -173,8 +173,9 @@ def test_frozen_layers_are_refused_before_anything_is_written(pretrained, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_threads_are_refused(tmp_path):
-    with pytest.raises(RequestError, match=r"pretrain_epochs=1: .*bigcn has no encoder; use pretrain_epochs=0"):
+def test_threads_without_an_encoder_are_refused(tmp_path):
+    told = r"pretrain_epochs=1: .*bigcn has one only with features=encoder; use that, or pretrain_epochs=0"
+    with pytest.raises(RequestError, match=told):
         mtem.adapt(
             str(write_threads(tmp_path / "a.jsonl", make_threads(30, 1))),
             str(write_threads(tmp_path / "b.jsonl", make_threads(20, 2), labeled=False)), model="bigcn", pretrain_epochs=1,

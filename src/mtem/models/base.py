@@ -410,6 +410,28 @@ class Model(nn.Module, abc.ABC):
         """
         return "this model cannot be pretrained on masked words; use pretrain_epochs=0"
 
+    def encoder_of_posts(self) -> Model | None:
+        """Return a new model of texts around the encoder of a thread's posts, which is pretrained instead of this model; or None.
+
+        `take_encoder` takes it back, before anything is encoded.
+        """
+        return None
+
+    def take_encoder(self, encoder: Model) -> None:
+        """Read posts with an encoder from `encoder_of_posts` from now on."""
+        raise NotImplementedError
+
+    def pretrained_weights(self) -> dict[str, Tensor]:
+        """Return the weights that pretraining changes: all but those of the head, which every method may have its own of."""
+        return {name: value.detach() for name, value in self.trainable().items() if name not in self.head_names()}
+
+    def load_pretrained(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over what `pretrained_weights` returned; names and shapes are the same."""
+        own = self.trainable()
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+
     @property
     def is_wide(self) -> bool:
         """Whether the matrices are large enough to be multiplied faster in bf16 on a CPU that has it."""

@@ -446,7 +446,7 @@ class TextModel(Model):
 
     def default_pretraining_rate(self) -> float:
         """Return a larger rate for small encoders."""
-        return 2e-4 if self.hidden_width < SMALL_WIDTH else 1e-4
+        return default_pretraining_rate(self.hidden_width)
 
     # ------------------------------------------------------------------ layers
 
@@ -542,6 +542,11 @@ def _tokens(encoded: EncodedCorpus) -> Tokens | FrozenTokens:
     if not isinstance(encoded, (Tokens, FrozenTokens)):
         raise TypeError(f"expected Tokens or FrozenTokens, got {type(encoded).__name__}")
     return encoded
+
+
+def default_pretraining_rate(width: int) -> float:
+    """Return the learning rate of pretraining on masked words, by the width of the hidden states: larger for small encoders."""
+    return 2e-4 if width < SMALL_WIDTH else 1e-4
 
 
 def _load(

@@ -40,7 +40,7 @@ from mtem.selection.left_out import LeftOut, to_tensors
 from mtem.selection.rehearsed import LEFT_OUT, RECORD, Rehearsal
 from mtem.tensors import write_tensors
 from mtem.training.devices import find_device
-from mtem.training.pretraining import check_pretraining, pretrain
+from mtem.training.pretraining import check_pretraining, pretrain_model
 
 HARDLY_BETTER = 0.05  # in accuracy
 
@@ -287,7 +287,7 @@ def pretrain_once(work: Work, methods: Sequence[str], more: Sequence[Corpus], pr
         path = work.folder / file_name(str(plan.model), training, [corpus.files for corpus in corpora])
         if not path.is_file():
             network = untrained(work.corpus, plan, method)
-            pretrain(network, [network.encode(corpus) for corpus in corpora], training, progress)
+            pretrain_model(network, corpora, training, progress)
             write_pretrained(path, network)
         work.pretrained[method] = path
 

@@ -38,6 +38,8 @@ from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
 from mtem.training.weights import add_bias, clone, current, head_buffers, load, scale_head
 
+STEPS = "pretraining-steps"  # beside the weights of an encoder of posts
+
 Observer = Callable[[dict[str, Any], Model], None]
 
 logger = logging.getLogger(__name__)
@@ -115,6 +117,7 @@ class Run:
         resumed = self.directory.newest_checkpoint() if resume else None
         self.directory.start(fresh=resumed is None)
         self.directory.write_record({"status": "running", **self.description()})
+        self.pretrain_posts()
         self.prepare()
         stage, done = pretraining.STAGE, 0
         tensors: dict[str, Tensor] = {}
@@ -144,6 +147,22 @@ class Run:
         method = self.adapt(done, tensors)
         return self.finish(method)
 
+    def pretrain_posts(self) -> None:
+        """Before anything is encoded: pretrain the encoder of the posts, if there is one; a resumed run reads what it wrote."""
+        self.posts_steps = 0
+        if not self.pretrains or not self.model.threads:
+            return
+        path = self.directory.weights_path(PRETRAINED)
+        if self.directory.persistent and path.is_file():
+            weights = self.directory.read_weights(PRETRAINED)
+            self.posts_steps = int(weights.pop(STEPS))
+            self.model.load_pretrained(weights)
+            return
+        started, corpora = time.monotonic(), [self.inputs.labeled, self.inputs.target]
+        self.posts_steps = pretraining.pretrain_model(self.model, corpora, self.settings, self.progress)
+        self.seconds[pretraining.STAGE] = time.monotonic() - started
+        self.directory.write_weights(PRETRAINED, {**self.model.pretrained_weights(), STEPS: torch.tensor(self.posts_steps)})
+
     def prepare(self) -> None:
         """Encode the texts, and find the number of steps and when candidates are evaluated."""
         self.inputs.encode(self.progress)
@@ -156,7 +175,7 @@ class Run:
         self.last_step = self.steps if stop is None else min(self.steps, round(stop * self.inputs.target_stream.per_epoch))
         has_source_model = bool(self.request["source_model"])
         self.pretrain_steps = 0
-        if self.pretrains:
+        if self.pretrains and not self.posts_steps:
             self.all_texts = pretraining.all_texts(
                 self.model, [self.inputs.source_stream.tokens, self.inputs.target_stream.tokens], self.settings
             )
@@ -238,7 +257,11 @@ class Run:
             "finished": now(),
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
             "forecast": None if self.forecast is None else self.forecast.record(),
-            "steps": {pretraining.STAGE: self.pretrain_steps, "source": self.source_steps, "adapt": self.last_step},
+            "steps": {
+                pretraining.STAGE: self.pretrain_steps + self.posts_steps,
+                "source": self.source_steps,
+                "adapt": self.last_step,
+            },
             "selection": {
                 "criterion": self.settings.criterion,
                 "chosen_step": step,

@@ -14,7 +14,6 @@ from mtem.run.source_model import data_identity
 from mtem.selection.rehearsed import Rehearsal
 from mtem.tensors import read_tensors, write_tensors
 from mtem.training.settings import TrainingSettings
-from mtem.training.weights import current, load
 
 # The settings that a pretraining depends on.
 SETTINGS = (
@@ -31,18 +30,16 @@ def file_name(model: str, training: TrainingSettings, corpora: Sequence[Sequence
 
 
 def write_pretrained(path: Path, model: Model) -> None:
-    """Write the weights of a model but for its head, which every method may have its own of."""
-    write_tensors(path, {name: value for name, value in current(model).items() if name not in model.head_names()})
+    """Write the weights of a model that pretraining has changed."""
+    write_tensors(path, model.pretrained_weights())
 
 
 def begin_pretrained(model: Model, path: Path) -> None:
     """Give the model the weights that `write_pretrained` wrote."""
-    weights, own = read_tensors(path), current(model)
-    if {name: value.shape for name, value in weights.items()} != {
-        name: value.shape for name, value in own.items() if name not in model.head_names()
-    }:
+    weights, own = read_tensors(path), model.pretrained_weights()
+    if {name: value.shape for name, value in weights.items()} != {name: value.shape for name, value in own.items()}:
         raise RequestError(f"{path}: does not fit this model; rehearse again")
-    load(model, weights)
+    model.load_pretrained(weights)
 
 
 def describe_pretrained(path: Path | None) -> dict[str, Any] | None:

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from mtem.data.corpus import Corpus
 from mtem.data.tokens import JoinedTokens, Tokens
 from mtem.errors import RequestError
 from mtem.methods.base import Batch, Context, Method, StepLog, Update
 from mtem.models.base import EncodedCorpus, Model
 from mtem.models.masked_words import WordHead, restoring_loss
 from mtem.progress import Progress
+from mtem.training.devices import find_precision
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
@@ -85,8 +87,21 @@ def new_method(model: Model, settings: TrainingSettings, context: Context) -> Ma
     return MaskedWords(model, MaskedWordsSettings(), context)
 
 
-def pretrain(model: Model, corpora: Sequence[EncodedCorpus], settings: TrainingSettings, progress: Progress) -> None:
-    """Pretrain a model outside of a run, as a run with these texts and settings would."""
+def pretrain_model(model: Model, corpora: Sequence[Corpus], settings: TrainingSettings, progress: Progress) -> int:
+    """Pretrain a model, or the encoder of its posts, on some corpora outside of a run; return the number of steps."""
+    check_pretraining(model, settings)
+    encoder = model.encoder_of_posts()
+    if encoder is None:
+        return pretrain(model, [model.encode(corpus) for corpus in corpora], settings, progress)
+    encoder.precision = find_precision(settings.precision, encoder.device, encoder)
+    texts = {text: None for corpus in corpora for thread in corpus.threads() for text in thread.texts if text.strip()}
+    steps = pretrain(encoder, [encoder.encode_texts(list(texts))], settings, progress)
+    model.take_encoder(encoder)
+    return steps
+
+
+def pretrain(model: Model, corpora: Sequence[EncodedCorpus], settings: TrainingSettings, progress: Progress) -> int:
+    """Pretrain a model outside of a run, as a run with these texts and settings would; return the number of steps."""
     check_pretraining(model, settings)
     stream = all_texts(model, corpora, settings)
     steps = round((settings.pretrain_epochs or 0.0) * stream.per_epoch)
@@ -97,6 +112,7 @@ def pretrain(model: Model, corpora: Sequence[EncodedCorpus], settings: TrainingS
     )  # fmt: skip
     torch.manual_seed(settings.seed * 10 + SEED)
     trainer.run()
+    return steps
 
 
 def all_texts(model: Model, corpora: Sequence[EncodedCorpus], settings: TrainingSettings) -> Stream:

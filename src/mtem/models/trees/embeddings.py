@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from mtem.data.batching import sequential
 from mtem.data.cache import cache_folder, fingerprint_of
 from mtem.data.tokens import encode as token_numbers
 from mtem.data.tokens import tokenizer_fingerprint
 from mtem.models import encoders, integrity, pretrained
+from mtem.models.text import TextModel
 from mtem.models.trees.features import Arrays, PostFeatures
 from mtem.models.trees.store import Store
 
@@ -91,6 +93,21 @@ class Embeddings(PostFeatures):
             mean = (hidden * inputs["attention_mask"].unsqueeze(-1)).sum(dim=1)  # a sum will do: only its direction counts
             values[rows] = (F.normalize(mean, dim=1) * self.width**0.5).cpu().numpy()
         return values
+
+    def text_model(self, device: torch.device) -> TextModel:
+        """Return a new model of texts with a copy of this encoder, to be pretrained."""
+        with pretrained.quietly():
+            config = copy.deepcopy(self.network.config)
+            network = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+        network.base_model.load_state_dict(self.network.state_dict(), strict=False)  # with or without a pooler
+        network.config.pad_token_id = self.tokenizer.pad_token_id
+        return TextModel(network, self.tokenizer, self.max_length).to(device)
+
+    def with_weights(self, weights: Mapping[str, Tensor]) -> Embeddings:
+        """Return the features of an encoder with other weights; what is not among them stays."""
+        network = copy.deepcopy(self.network).cpu()
+        network.load_state_dict(dict(weights), strict=False)
+        return Embeddings(network, self.tokenizer, self.max_length)
 
     def store(self, cache: Path | None = None) -> Store:
         """Return the cached embeddings of this encoder."""

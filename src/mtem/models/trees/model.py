@@ -22,6 +22,7 @@ from mtem.models import encoders, integrity
 from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
 from mtem.models.base import Noise as NoiseOfModel
 from mtem.models.heads import CosineHead
+from mtem.models.text import TextModel, default_pretraining_rate
 from mtem.models.trees import views
 from mtem.models.trees.bigcn import BiGCN, Dense, Features, Graph, Sparse
 from mtem.models.trees.embeddings import Embeddings
@@ -445,14 +446,41 @@ class BigcnModel(Model):
         """
         return views.augment(inputs, kind, share, generator)
 
+    # ------------------------------------------------------------------ masked words, for the encoder of the posts
+
     def pretraining_obstacle(self) -> str | None:
-        """Return a reason: a graph network has no words to restore, and an encoder of posts is not trained."""
-        why = (
-            "bigcn does not train the encoder of its posts yet"
-            if self.features.name == Embeddings.name
-            else "bigcn has no encoder"
-        )
-        return f"pretraining on masked words needs an encoder of texts, and {why}; use pretrain_epochs=0"
+        """Return a reason if there is no encoder of posts, or if its tokenizer has no mask token."""
+        if not isinstance(self.features, Embeddings):
+            return (
+                "pretraining on masked words needs an encoder of texts, and bigcn has one only with features=encoder; "
+                "use that, or pretrain_epochs=0"
+            )
+        if self.features.tokenizer.mask_token_id is None:
+            return "the encoder's tokenizer has no mask token; use pretrain_epochs=0, or another encoder"
+        return None
+
+    def encoder_of_posts(self) -> TextModel | None:
+        """Return a new model of texts around the encoder of the posts, on the same device, if posts are read with one."""
+        return self.features.text_model(self.device) if isinstance(self.features, Embeddings) else None
+
+    def take_encoder(self, encoder: Model) -> None:
+        """Read posts with an encoder from `encoder_of_posts` from now on."""
+        if not isinstance(encoder, TextModel):
+            raise TypeError(f"expected a TextModel, got {type(encoder).__name__}")
+        self.load_pretrained(encoder.network.base_model.state_dict())
+
+    def pretrained_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the encoder of the posts."""
+        return dict(self.features.network.state_dict()) if isinstance(self.features, Embeddings) else {}
+
+    def load_pretrained(self, weights: Mapping[str, Tensor]) -> None:
+        """Give the encoder of the posts these weights; parts that it has beside them (a pooler) stay."""
+        if isinstance(self.features, Embeddings):
+            self.features = self.features.with_weights(weights)
+
+    def default_pretraining_rate(self) -> float:
+        """Return the learning rate of pretraining on masked words for settings that give none."""
+        return default_pretraining_rate(self.features.width)
 
     def default_learning_rates(self) -> tuple[float, float]:
         """Return the rates of the source training and of the adaptation."""
