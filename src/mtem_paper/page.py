@@ -83,7 +83,7 @@ def sections(results: Path, loaded: cell_files.Results, drawn: dict[str, str]) -
     """Return what makes the value of each placeholder of the template; a dict has the values of several."""
     cells = loaded.cells
     boards = tables.boards(cells)
-    rehearsed = list(rehearsals.read(results))
+    rehearsed = rehearsals.of_default_models(rehearsals.read(results))
 
     def headline() -> dict[str, str]:
         result = tables.headline(boards)

@@ -259,7 +259,7 @@ def measure_calibration(results: Path, outputs: Path) -> int:
     outputs
         The folder with the outputs of all trials.
     """
-    records = list(rehearsals.read(results))
+    records = rehearsals.of_default_models(rehearsals.read(results))
     measured = []
     for dataset in DATASETS:
         for case in cases(records, dataset):

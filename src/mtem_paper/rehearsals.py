@@ -531,3 +531,8 @@ def read(results: Path, keep: Callable[[dict[str, Any]], bool] = lambda record: 
             by_protocol.setdefault(record.get("protocol", 3), []).append(Rehearsed(record, Trial(**record["trial"]), place))
     chosen = [max(by.items(), key=lambda item: (len(item[1]), item[0]))[1] for by in found.values()]
     return [trial for trials in chosen for trial in trials]
+
+
+def of_default_models(trials: Sequence[Rehearsed]) -> list[Rehearsed]:
+    """Return the trials with the default model of their data set: tables that do not name the model show those."""
+    return [trial for trial in trials if trial.record["model"] == DATASETS[trial.record["dataset"]].default_model]

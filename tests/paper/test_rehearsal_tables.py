@@ -101,6 +101,13 @@ def test_nothing_was_rehearsed(tmp_path):
     assert rehearsal_tables.calibration(tmp_path) == "Not run.\n"
 
 
+def test_tables_show_the_default_model_of_a_data_set(results):
+    before = rehearsals.of_default_models(rehearsals.read(results))
+    save(results, *whole("mtem", [0.1] * 4, [0.1] * 4, model="another"))
+    assert rehearsals.of_default_models(rehearsals.read(results)) == before and before
+    assert len(rehearsals.read(results)) > len(before)
+
+
 def test_a_rarer_class_is_compared_only_if_every_prior_has_it(tmp_path):
     events = [name for name in DATASETS["pheme"].domains if name != "ferguson"]
 
