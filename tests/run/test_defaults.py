@@ -41,8 +41,8 @@ def resolved(model, preset="recommended", *, given=None, **options):
         (Encoder(CUDA, hidden_width=512), (512, 12.0, 0.0, 5e-5)),
         (Encoder(CUDA, frozen_layers=4), (512, 12.0, 0.0, 2e-4)),
         (Encoder(CUDA, obstacle="no mask token"), (512, 12.0, 0.0, 5e-5)),
-        (Threads(CPU, obstacle="no encoder"), (256, 10.0, 0.0, 5e-4)),
-        (Threads(CUDA, obstacle="no encoder"), (256, 10.0, 0.0, 5e-4)),
+        (Threads(CPU, obstacle="no encoder"), (256, 24.0, 0.0, 5e-4)),
+        (Threads(CUDA, obstacle="no encoder"), (256, 24.0, 0.0, 5e-4)),
     ],
 )
 def test_defaults_of_devices_and_models(model, expected):
