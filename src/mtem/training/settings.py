@@ -42,7 +42,7 @@ class TrainingSettings:
         low=0.0,
     )
     epochs: float | None = setting(
-        None, "passes over the unlabeled texts in the adaptation; none: 12 on a GPU, 2 on a CPU; bigcn 10", low=0.0
+        None, "passes over the unlabeled texts in the adaptation; none: 12 on a GPU, 2 on a CPU; bigcn 24", low=0.0
     )
     steps: int | None = setting(None, "steps of the adaptation, instead of epochs", low=0)
     stop_epochs: float | None = setting(
