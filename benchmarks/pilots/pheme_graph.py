@@ -28,6 +28,7 @@ from mtem.data.loading import load_corpus
 from mtem.data.readers import read_rows
 from mtem.models.text import TextModel
 from mtem.progress import Progress
+from mtem.run.record import machine, versions
 from mtem.training.devices import find_device, find_precision
 from mtem.training.pretraining import pretrain
 from mtem.training.settings import TrainingSettings
@@ -124,13 +125,20 @@ def write(args: argparse.Namespace, event: str, name: str, candidates: list[dict
     seconds = round(time.monotonic() - started, 1)
     row = {
         "name": args.name, "target": args.target, "adapted_to": event, "seed": args.seed, "labeled": args.labeled,
-        "set": args.set, "run": name, "candidates": candidates, "seconds": seconds, "device": args.device,
+        "set": [own_name(item) for item in args.set], "run": name, "candidates": candidates, "seconds": seconds,
+        "machine": machine(args.device), "versions": versions(),
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as file:
         file.write(json.dumps(row) + "\n")
     last = candidates[-1]
     print(args.name, args.target, event, args.seed, name, last["f1"], last["f1_half"], last["ap"], seconds, flush=True)
+
+
+def own_name(item: str) -> str:
+    """Return a setting; of a folder, its last name."""
+    name, _, value = item.partition("=")
+    return f"{name}={Path(value).name}" if name == "encoder" else item
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 FEATURES: dict[str, type[PostFeatures]] = {features.name: features for features in (Tfidf, Vectors, Embeddings)}
 _FORMAT = 1  # of a saved model, and part of every cache address: increase it when the files change
 _POSTS = 2048  # encoded at once
-# Defaults. Those with the features of an encoder were compared on events left out of the sources (docs/pheme.md).
+# Defaults. Those with the features of an encoder were compared on events left out of the sources (docs/recipe.md).
 OF_WORDS: dict[str, Any] = {"hidden": 64, "root_hidden": 0, "head_dropout": 0.0, "centre": False}
 OF_ENCODERS: dict[str, Any] = {"hidden": 16, "root_hidden": 64, "head_dropout": 0.5, "centre": True}
 CENTRE = "centre.safetensors"
