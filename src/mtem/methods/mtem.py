@@ -211,7 +211,7 @@ class Mtem(Method):
         labels_from_recording = not (self.average or self.context.view_strength or settings.dropout or self.shared)
         pseudo = None if labels_from_recording and self.recorder else self.pseudo_labels(target, temperature)
         inputs = self.model.prepare(self.student_view(target.inputs))
-        if self.shared is not None:
+        if self.shared is not None and settings.meta:  # else the rule stays as it is, the same for all
             assert pseudo is not None
             self._describe(self.shared, inputs, pseudo, target.rows, source)
         outer = source if self.context.outer is None or not settings.meta else self.context.outer(number)

@@ -175,7 +175,7 @@ class Run:
         self.last_step = self.steps if stop is None else min(self.steps, round(stop * self.inputs.target_stream.per_epoch))
         has_source_model = bool(self.request["source_model"])
         self.pretrain_steps = 0
-        if self.pretrains and not self.posts_steps:
+        if self.pretrains and not self.model.threads:
             self.all_texts = pretraining.all_texts(
                 self.model, [self.inputs.source_stream.tokens, self.inputs.target_stream.tokens], self.settings
             )

@@ -123,6 +123,11 @@ def test_an_encoder_survives_the_way_there_and_back(tmp_path, architecture):
     assert [name.split(".")[-2] for name in changed] == ["word_embeddings"]
 
 
+def test_less_than_a_step_of_pretraining(given):
+    adapted = mtem.adapt(**{**given, "pretrain_epochs": 1e-6}, method="source-only")
+    assert adapted.record["steps"]["pretrain"] == 0
+
+
 def test_words_have_no_encoder_to_pretrain(given):
     with pytest.raises(RequestError, match="bigcn has one only with features=encoder"):
         mtem.adapt(**{**given, "features": "tfidf"})
