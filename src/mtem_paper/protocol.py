@@ -29,12 +29,23 @@ FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "calibra
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The part of the experiments that the plan has for a model; None stands for all. `given`: settings of all its cells."""
+    """The part of the experiments that the plan has for a model; None stands for all.
+
+    Parameters
+    ----------
+    variants, settings, pools
+        What is run.
+    given
+        Settings of all its cells.
+    rehearsed_with
+        The model whose rehearsals choose for targets and methods that this one was not rehearsed on; "" for none.
+    """
 
     variants: tuple[str, ...] | None = None
     settings: tuple[str, ...] | None = None
     pools: tuple[str, ...] | None = None
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rehearsed_with: str = ""
 
 
 UNPLANNED = Share(given={"pretrain_epochs": 0.0})  # of a model without a plan
@@ -123,7 +134,11 @@ DATASETS: dict[str, Dataset] = {
         planned={
             "minilm": Share(given={"pretrain_epochs": 24.0}),
             "mpnet": Share(
-                ("out", "dann", "fixmatch", "cst", "mtem", "oracle"), (UNSUPERVISED,), ("mixed",), {"pretrain_epochs": 0.0}
+                ("out", "dann", "fixmatch", "cst", "biat", "mtem", "oracle"),
+                (UNSUPERVISED,),
+                ("mixed",),
+                {"pretrain_epochs": 0.0, "source_learning_rate": 2e-5},
+                rehearsed_with="minilm",
             ),
         },
         oracle_labels="half of the test set",
@@ -142,8 +157,17 @@ DATASETS: dict[str, Dataset] = {
         given={},  # BiGCN has the same defaults on all devices
         adaptation={},
         seeds=(0, 1, 2, 3, 4),
-        # The first is like the paper's: a graph network over words. The second reads the posts with an encoder.
-        planned={"bigcn": Share(), "bigcn-minilm": Share(given={"features": "encoder"})},
+        # The first is like the paper's: a graph network over words. The others read the posts with an encoder, of which the last
+        # is pretrained on the posts of the run.
+        planned={
+            "bigcn": Share(),
+            "bigcn-minilm": Share(given={"features": "encoder"}),
+            "bigcn-minilm-pretrained": Share(
+                ("out", "out-as-is", "fixmatch", "cst", "biat", "mtem", "mtem-as-is"),
+                given={"features": "encoder", "pretrain_epochs": 10.0, "pretrain_batch_size": 256},
+                rehearsed_with="bigcn-minilm",
+            ),
+        },
         oracle_labels="70 % of the event",
     ),
 }
@@ -254,7 +278,10 @@ def check(datasets: Mapping[str, Dataset], variants: Mapping[str, Variant]) -> N
         separate = dataset.unlabeled_file is not None
         require(all(bool(sources) is separate for sources in dataset.pools.values()), f"{where}: pools do not fit unlabeled_file")
         for model, share in dataset.planned.items():
-            for names, allowed in ((share.variants, variants), (share.settings, SETTINGS), (share.pools, dataset.pools)):
+            lenders = (share.rehearsed_with,) if share.rehearsed_with else ()
+            for names, allowed in (
+                (share.variants, variants), (share.settings, SETTINGS), (share.pools, dataset.pools), (lenders, dataset.planned),
+            ):  # fmt: skip
                 require(set(names or ()) <= set(allowed), f"{where}: plan of {model}: unknown name in {names}")
     for key, variant in variants.items():
         where = f"variant '{key}'"
@@ -417,6 +444,8 @@ def with_rehearsal(cell: Cell, rehearsed: Mapping[tuple[str, str, bool], Mapping
         raise RequestError(
             f"{cell}: no rehearsal on its sources; first run 'mtem reproduce rehearsal --dataset {cell.dataset} ...'"
         )
+    if cell.setting == SEMI_SUPERVISED and found.get("target_class_prior") == "uniform":
+        found = {**found, "target_class_prior": "auto"}  # rehearsals have no labeled target texts, which show the shares
     own = find(cell.variant if cell.variant in VARIANTS else cell.method).given
     given = {**cell.given, **found, **own, **cell.overrides}
     changed = {**cell.changed, **{name: given[name] for name in found}}

@@ -19,8 +19,15 @@ def choices(results: Path, dataset: str, model: str) -> Choices:
     """Return the settings that rehearsals choose, by target, method and whether no class shares may be assumed.
 
     Of each target and method, only configurations that were tried on all of its sources are compared. Trials under earlier rules
-    choose nothing.
+    choose nothing. What was not rehearsed with this model comes from the one that the plan names for it, if it names one.
     """
+    lender = DATASETS[dataset].share(model).rehearsed_with
+    borrowed = _own_choices(results, dataset, lender) if lender else {}
+    return {**borrowed, **_own_choices(results, dataset, model)}
+
+
+def _own_choices(results: Path, dataset: str, model: str) -> Choices:
+    """Return the settings that the rehearsals with a model choose."""
     curves: dict[tuple[str, str], list[Curve]] = {}
     passes: dict[tuple[str, str], float] = {}
     for trial in read(results, lambda record: not record["overrides"] and record.get("protocol") == PROTOCOL):

@@ -169,6 +169,31 @@ def test_cells_have_the_settings_of_their_rehearsals(results):
     assert other.given["learning_rate"] == pytest.approx(2e-5) and other.address != cell.address
 
 
+def test_a_model_without_rehearsals_has_those_of_the_model_that_the_plan_names(results):
+    assert protocol.DATASETS["amazon"].share("mpnet").rehearsed_with == "minilm"
+    lent = rehearsed_settings.choices(results, "amazon", "minilm")
+    assert lent and rehearsed_settings.choices(results, "amazon", "mpnet") == lent
+    assert rehearsed_settings.choices(results, "amazon", "another") == {}
+    own = [{**made, "model": "mpnet"} for made in whole("mtem", [0.80, 0.80, 0.85, 0.85], [0.81] * 4, factor=1.0)]
+    save(results, *own)
+    mixed = rehearsed_settings.choices(results, "amazon", "mpnet")
+    assert mixed["books", "mtem", False]["learning_rate"] == pytest.approx(2e-5)
+    assert {key: value for key, value in mixed.items() if key[1] != "mtem"} == {k: v for k, v in lent.items() if k[1] != "mtem"}
+
+
+def test_labeled_target_texts_show_the_shares_that_rehearsals_had_to_assume():
+    def prior(setting, rehearsed, variant="mtem"):
+        found = dict.fromkeys(("learning_rate", "epochs", "stop_epochs", "evaluations", "criterion"), 1) | {
+            "target_class_prior": rehearsed
+        }
+        choices = {("ferguson", "mtem", uncorrected): found for uncorrected in (False, True)}
+        options = {"settings_": [setting], "variants": [variant], "targets": ["ferguson"], "seeds": [0]}
+        return protocol.plan(["general"], "pheme", "bigcn", "bigcn", rehearsed=choices, **options)[0].given["target_class_prior"]
+
+    assert prior("unsupervised", "uniform") == "uniform" and prior("semi-supervised", "uniform") == "auto"
+    assert prior("semi-supervised", "none") == "none" == prior("semi-supervised", "uniform", "mtem-as-is")
+
+
 def test_what_cannot_be_rehearsed_has_the_settings_of_mtem(results):
     wind = planned(results, variants=["wind"], targets=["books"])[0]
     assert wind.method == "wind" and wind.given["learning_rate"] == 5e-5 and wind.protocol == 4

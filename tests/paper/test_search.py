@@ -75,7 +75,7 @@ def test_test_texts_and_their_labels_never_reach_adapt(pheme, tmp_path, monkeypa
     for result in results.values():
         assert result["score"] == result["metrics"]["f1"]["rumour"] and 0 < result["metrics"]["trivial_f1"] < 1
         assert result["search"][0]["score"] == result["score"] and result["oracle"] == (result["variant"] == "oracle")
-        assert result["settings"]["target_class_prior"] == ("none" if result["variant"] == "out-as-is" else "uniform")
+        assert result["settings"]["target_class_prior"] == ("none" if result["variant"] == "out-as-is" else "auto")
 
 
 def test_without_labels_of_the_pool_the_oracle_learns_one_half_of_the_test_set_to_predict_the_other(

@@ -91,6 +91,16 @@ def test_shares_of_the_labeled_target_texts():
     assert found[2] == pytest.approx(priors.SMALLEST_SHARE / (1 + priors.SMALLEST_SHARE - 0.5 / 101.5), rel=1e-6)
 
 
+def test_automatic_shares_are_the_labeled_ones_as_soon_as_there_are_enough():
+    nothing = np.zeros((0, 2)), np.zeros(0, dtype=int), np.zeros((0, 2))
+
+    def shares(*labels):
+        return priors.assumed_shares("auto", np.array([0.9, 0.1]), *nothing, np.array(labels, dtype=int) if labels else None)
+
+    assert shares() == pytest.approx([0.5, 0.5]) == shares(*[0] * (priors.ENOUGH_LABELS - 1))
+    assert shares(*[0] * 15, *[1] * 5) == pytest.approx([15.5 / 21, 5.5 / 21])
+
+
 def test_a_run_with_the_shares_of_its_labeled_target_texts(task):
     few = lopsided(40, 31, 0.75)
     labeled = ([text for text, _ in few], [label for _, label in few])

@@ -10,7 +10,8 @@ the predictions drift towards the frequent class with every step. Two remedies n
 
 :math:`\pi` may be uniform, the source's, that of the labeled target texts, or estimated by expectation-maximisation
 (Saerens et al. 2002) on probabilities whose temperature and biases were fitted on held-out source texts. The estimate assumes
-that the texts of a class are similar in both domains and only the shares differ. Otherwise `uniform` is the safer choice.
+that the texts of a class are similar in both domains and only the shares differ. Otherwise `uniform` is the safer choice, and
+`labeled` as soon as there are `ENOUGH_LABELS` labeled target texts: `auto` is the one or the other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from mtem.methods.alignment import Alignment
 if TYPE_CHECKING:
     from mtem.selection.criteria import CandidateOutputs
 
-KINDS = ("none", "uniform", "source", "estimated", "labeled")
+KINDS = ("none", "auto", "uniform", "source", "estimated", "labeled")
+ENOUGH_LABELS = 20  # labeled target texts whose shares are a better guess than even ones
 SMALLEST_SHARE = 0.01  # no class is assumed to be rarer: its bias would be unbounded
 
 
@@ -103,10 +105,13 @@ def assumed_shares(
     """
     if kind == "none":
         return None
+    known = np.zeros(0) if target_labels is None else target_labels
+    if kind == "auto":
+        kind = "labeled" if len(known) >= ENOUGH_LABELS else "uniform"
     if kind == "uniform":
         return np.full(len(source_shares), 1 / len(source_shares))
     if kind == "labeled":
-        return counted_shares(np.zeros(0) if target_labels is None else target_labels, len(source_shares))
+        return counted_shares(known, len(source_shares))
     return floored(source_shares if kind == "source" else estimate_shares(source_logits, source_labels, target_logits))
 
 

@@ -128,10 +128,10 @@ class BigcnModel(Model):
     Settings = BigcnSettings
     # `source_epochs` was chosen by accuracy and loss on held-out source threads of PHEME. An event has few threads, each of them
     # cheap, so there is time for many passes. Events differ in their share of rumours, and self-training
-    # suppresses the rarer class unless class shares are assumed; equal ones were best on events held out of the sources
-    # (docs/pheme.md).
+    # suppresses the rarer class unless class shares are assumed; without labeled target threads, equal ones were best on events
+    # held out of the sources (docs/pheme.md).
     defaults: ClassVar[dict[str, Any]] = {
-        "max_length": 256, "source_epochs": 4.0, "epochs": 24.0, "target_class_prior": "uniform",
+        "max_length": 256, "source_epochs": 4.0, "epochs": 24.0, "target_class_prior": "auto",
     }  # fmt: skip
     # On events held out of the sources, an index that all threads share was better than one for each, and a threshold of
     # confidence worse than none (docs/recipe.md).
