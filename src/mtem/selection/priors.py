@@ -11,7 +11,7 @@ the predictions drift towards the frequent class with every step. Two remedies n
 :math:`\pi` may be uniform, the source's, that of the labeled target texts, or estimated by expectation-maximisation
 (Saerens et al. 2002) on probabilities whose temperature and biases were fitted on held-out source texts. The estimate assumes
 that the texts of a class are similar in both domains and only the shares differ. Otherwise `uniform` is the safer choice, and
-`labeled` as soon as there are `ENOUGH_LABELS` labeled target texts: `auto` is the one or the other.
+`auto` goes from there to the shares of the labeled target texts the more of these there are: it adds `EVEN_LABELS` evenly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mtem.selection.criteria import CandidateOutputs
 
 KINDS = ("none", "auto", "uniform", "source", "estimated", "labeled")
-ENOUGH_LABELS = 20  # labeled target texts whose shares are a better guess than even ones
+EVEN_LABELS = 30  # which "auto" adds to the labeled target texts; chosen on events held out of the sources (docs/pheme.md)
 SMALLEST_SHARE = 0.01  # no class is assumed to be rarer: its bias would be unbounded
 
 
@@ -106,18 +106,17 @@ def assumed_shares(
     if kind == "none":
         return None
     known = np.zeros(0) if target_labels is None else target_labels
-    if kind == "auto":
-        kind = "labeled" if len(known) >= ENOUGH_LABELS else "uniform"
     if kind == "uniform":
         return np.full(len(source_shares), 1 / len(source_shares))
-    if kind == "labeled":
-        return counted_shares(known, len(source_shares))
+    if kind in ("auto", "labeled"):
+        classes = len(source_shares)
+        return counted_shares(known, classes, EVEN_LABELS / classes if kind == "auto" else 0.5)
     return floored(source_shares if kind == "source" else estimate_shares(source_logits, source_labels, target_logits))
 
 
-def counted_shares(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return the classes' shares among some labels, with half a label added to each class."""
-    counts = np.bincount(np.asarray(labels, dtype=np.int64), minlength=classes) + 0.5
+def counted_shares(labels: np.ndarray, classes: int, added: float) -> np.ndarray:
+    """Return the classes' shares among some labels, with `added` labels more of each class."""
+    counts = np.bincount(np.asarray(labels, dtype=np.int64), minlength=classes) + added
     return floored(counts / counts.sum())
 
 

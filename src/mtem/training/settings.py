@@ -97,8 +97,8 @@ class TrainingSettings:
     target_class_prior: str = setting(
         "none",
         "class shares assumed of the target: pseudo labels are aligned with them, and at the end each class gets the bias that "
-        "brings the predictions to these shares. labeled: those of the labeled target texts. auto: labeled with 20 such texts or "
-        "more, else uniform. estimated: from the unlabeled texts, if only the shares differ from the source's",
+        "brings the predictions to these shares. labeled: those of the labeled target texts. auto: these with 30 labels of even "
+        "shares added, so uniform without any. estimated: from the unlabeled texts, if only the shares differ from the source's",
         choices=priors.KINDS,
     )
     validation_share: float = setting(0.1, "share of the labeled texts held out", low=0.01, high=0.5)
