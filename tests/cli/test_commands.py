@@ -45,7 +45,7 @@ def command(*arguments, **options):
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory, reviews, encoder):
     output = tmp_path_factory.mktemp("cli") / "run"
-    done = command(*adapt_arguments(reviews, encoder, output), "--source", reviews["dvd"], "--seed", "3")
+    done = command(*adapt_arguments(reviews, encoder, output), "--source", reviews["dvd"], "--seed", "3", "--tensorboard")
     assert done.returncode == 0, done.stderr
     return output, done
 
@@ -81,6 +81,20 @@ def test_predict_and_evaluate_agree(adapted, reviews, tmp_path):
     assert classes == ["bad", "good"] and sum(map(sum, figures["after"]["confusion"])) == 60
 
 
+def test_a_run_ends_with_a_report_that_can_be_made_again(adapted, reviews, mtem, tmp_path):
+    output, done = adapted
+    assert f"report: {output / 'report.html'}" in done.stdout and list((output / "tensorboard").iterdir())
+    assert "no labels" not in (output / "report.html").read_text()
+    assert mtem("evaluate", output, reviews["test"], "--compare")[0] == 0
+    code, text, _ = mtem("report", output, "--output", tmp_path / "page.html")
+    assert code == 0 and text.strip() == str(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "On 60 labeled texts" in page and 'id="feature-map-plot"' in page and 'id="reliability-plot"' in page
+    assert mtem("report", output, output, "--output", tmp_path / "both.html")[0] == 0
+    code, _, error = mtem("report", tmp_path)
+    assert code == 2 and "holds no run" in error
+
+
 def test_evaluate_for_people(adapted, reviews, mtem):
     output, _ = adapted
     code, text, _ = mtem("evaluate", output, reviews["test"], "--compare")
@@ -102,7 +116,7 @@ def test_lists(mtem):
 
 
 def test_every_command_shows_an_example(mtem):
-    commands = [("adapt",), ("predict",), ("evaluate",), ("demo",), ("methods",), ("settings",), ("data", "prepare")]
+    commands = [("adapt",), ("predict",), ("evaluate",), ("demo",), ("methods",), ("settings",), ("report",), ("data", "prepare")]
     for words in commands:
         code, text, _ = mtem(*words, "--help")
         assert code == 0 and "Example" in text and f"mtem {' '.join(words)}" in text, words

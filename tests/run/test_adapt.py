@@ -84,7 +84,7 @@ def test_run_directory(finished):
     adapting = [line for line in history if line["stage"] == "adapt"]
     assert {"temperature", "target_loss", "source_loss", "meta_loss", "index_quantiles", "learning_rate"} <= adapting[0].keys()
     table = pq.read_table(output / "indexes.parquet").to_pandas()
-    assert list(table.columns) == ["row", "text", "index", "prediction", "confidence"]
+    assert list(table.columns) == ["row", "text", "index", "prediction", "confidence", "source_prediction", "source_confidence"]
     assert len(table) == 80 and table["index"].between(1.0, 5).all() and table["index"].nunique() > 2
     assert set(table["prediction"]) <= {"bad", "good"} and table["confidence"].between(0.5, 1).all()
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["source.safetensors"]
@@ -108,6 +108,7 @@ def test_saving_elsewhere_keeps_everything(finished, tmp_path):
     loaded.save(tmp_path / "copy")
     assert same(weights(output), weights(tmp_path / "copy"))
     assert mtem.load(tmp_path / "copy").record == loaded.record
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {path.name for path in output.iterdir()} - {"history.jsonl"}
 
 
 def test_transformers_pipeline_gives_the_same_labels(finished):

@@ -56,6 +56,7 @@ def adapt(
     text_column: Column = None,
     label_column: Column = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --output.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUTPUT/tensorboard/ during the run.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train on labeled texts of source domains, adapt to unlabeled texts of a new one.
@@ -79,6 +80,7 @@ def adapt(
     if seed is not None:
         given["seed"] = seed
     from mtem import models
+    from mtem.report.tensorboard import FOLDER, TensorBoard, require_tensorboard
     from mtem.run.adapt import adapt as run_adapt
 
     if features is not None and model not in models.names("features"):
@@ -89,6 +91,8 @@ def adapt(
         raise RequestError("--rehearse and --rehearsal: give one of them; --rehearsal takes a rehearsal that was made before")
     if budget is not None and not rehearse:
         raise RequestError("--budget: only with --rehearse")
+    if tensorboard:
+        require_tensorboard()
     with logged_progress(quiet) as progress:
         columns: dict[str, Any] = {"text_column": text_column, "label_column": label_column}
         if rehearse:
@@ -100,9 +104,11 @@ def adapt(
             )  # fmt: skip
         adapted = run_adapt(
             source, target, target_labeled=target_labeled or None, model=model, method=method, preset=preset,
-            source_model=source_model, rehearsal=rehearsal, output=output, resume=resume, progress=progress, **columns, **given,
+            source_model=source_model, rehearsal=rehearsal, output=output, resume=resume, progress=progress,
+            observe=TensorBoard(output / FOLDER) if tensorboard else None, **columns, **given,
         )  # fmt: skip
     print_summary(adapted.record, output)
+    write_page(output)
 
 
 def check_before_rehearsing(
@@ -150,6 +156,16 @@ def rehearse_first(
         return None, names[0]
     print_rehearsal(rehearsal, progress.console)
     return folder, "auto" if method == "auto" or len(names) > 1 else method
+
+
+def write_page(output: Path) -> None:
+    """Write the report. The run is complete without it."""
+    from mtem.report.page import write_report
+
+    try:
+        out.print(Text(f"report: {write_report(output)}"))
+    except OSError as error:
+        out.print(Text(f"the report was not written ({error}); 'mtem report {output}' tries again", style="yellow"))
 
 
 def print_summary(record: dict[str, Any], output: Path) -> None:

@@ -44,6 +44,7 @@ def demo(
     mtem demo --output demo-run/
     """
     from mtem.datasets.sample import sample_path
+    from mtem.report.page import write_report
     from mtem.run.adapt import adapt
 
     sources = {name: str(sample_path(f"{name}.jsonl.gz")) for name in SOURCES}
@@ -52,31 +53,26 @@ def demo(
     with logged_progress(quiet) as progress:
         adapted = adapt(sources, target, output=output, resume=resume, progress=progress, **SETTINGS)
         show(adapted, out, progress)
+    out.print(Text(f"a page that shows all this: {write_report(output)}"))
 
 
 def show(adapted: Adapted, console: Console, progress: Progress) -> None:
     """Print the accuracy before and after on labeled reviews, and the texts with the smallest and largest indexes."""
-    from mtem import inference, metrics
     from mtem.data.loading import load_corpus
     from mtem.datasets.sample import sample_path
+    from mtem.run.evaluation import evaluate
 
     test = load_corpus(str(sample_path("kitchen-test.jsonl.gz")), labeled=True)
-    before = adapted.source_model()
+    figures = evaluate(adapted, test, compare=adapted.path is not None, progress=progress)
     estimates = adapted.record.get("estimate") or {}
     console.print(Text(f"kitchen reviews: accuracy on {len(test)} labeled reviews that were not used", style="bold"))
-    for name, model in (("before", before), ("after", adapted.model)):
-        if model is None:
-            continue
-        tokens = model.encode(test)
-        with progress.stage(f"testing the model {name} the adaptation", len(tokens)):
-            logits = inference.compute_logits(model, tokens, progress=progress).logits
-        figures = metrics.evaluate(test.label_numbers(adapted.classes), logits.argmax(axis=1), adapted.classes)
+    for name, result in figures.items():
         estimate = estimates.get(name)
         text = "no estimate without labels"
         if estimate is not None:
             interval = f"95 % interval {estimate['low']:.3f} to {estimate['high']:.3f}"
             text = f"estimated without labels {estimate['accuracy']:.3f} ({interval})"
-        console.print(f"  {name:<7}{figures.accuracy:.3f}   {text}")
+        console.print(f"  {name:<7}{result.accuracy:.3f}   {text}")
     chosen = adapted.record["selection"]
     if chosen["kept_source_model"]:
         console.print("  the source model was kept: nothing better was found without labels")

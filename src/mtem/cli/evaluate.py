@@ -10,7 +10,6 @@ import typer
 from rich.text import Text
 
 from mtem.cli.console import Column, Device, load_run, logged_progress, out
-from mtem.errors import RequestError
 
 
 def evaluate(
@@ -24,36 +23,22 @@ def evaluate(
 ) -> None:
     """Measure accuracy, macro-F1 and more on labeled texts.
 
-    Prints figures per class and a confusion matrix too.
+    Prints figures per class and a confusion matrix too. 'mtem report' shows what was measured last.
 
     **Example**
 
     mtem evaluate run/ labeled.csv --compare
     """
-    from mtem import inference, metrics
     from mtem.cli.tables import print_metrics
     from mtem.data.loading import load_corpus
+    from mtem.run import evaluation
 
     adapted = load_run(run, device)
     corpus = load_corpus(str(file), labeled=True, text_column=text_column, label_column=label_column)
-    labels = corpus.label_numbers(adapted.classes)
-    models = {"after": adapted.model}
-    if compare:
-        before = adapted.source_model()
-        if before is None:
-            raise RequestError(f"{run}: the model before the adaptation was not kept, so --compare is not possible")
-        before.precision = adapted.model.precision
-        models = {"before": before.to(adapted.model.device), **models}
-    results = {}
     with logged_progress() as progress:
         for line in corpus.notices:
             progress.notice(line)
-        for name, model in models.items():
-            tokens = model.encode(corpus)
-            with progress.stage(f"evaluating ({name} adaptation)" if compare else "evaluating", len(tokens)):
-                logits = inference.compute_logits(model, tokens, progress=progress).logits
-            probabilities = inference.probabilities(logits)
-            results[name] = metrics.evaluate(labels, logits.argmax(axis=1), adapted.classes, probabilities)
+        results = evaluation.evaluate(adapted, corpus, compare=compare, progress=progress)
     if as_json:
         values = {name: result.to_dict() for name, result in results.items()}
         out.print_json(json.dumps(values if compare else values["after"]))

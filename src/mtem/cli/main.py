@@ -30,6 +30,7 @@ COMMANDS = {
     ),
     "predict": ("mtem.cli.predict", "predict", "Add a prediction and its confidence to every row of a file, of any size."),
     "evaluate": ("mtem.cli.evaluate", "evaluate", "Measure accuracy, macro-F1 and more on labeled texts."),
+    "report": ("mtem.cli.report", "report", "Write the page that shows what happened in a run."),
     "methods": ("mtem.cli.methods", "methods", "List what can be given to --method."),
     "settings": ("mtem.cli.settings", "settings", "List what can be given to --set, with defaults and meanings."),
     "demo": ("mtem.cli.demo", "demo", "Adapt on the bundled Amazon sample (CPU, a few minutes) and show the result."),

@@ -5,7 +5,11 @@
     run/model/                         a Hugging Face model directory with its card
     run/run.json                       settings, versions, data, the choice of weights, estimates, warnings
     run/history.jsonl                  one line per logged step
-    run/indexes.parquet                every target text with its entropy index, prediction and confidence
+    run/indexes.parquet                every target text with its entropy index, prediction and confidence, before and after
+    run/map.parquet                    texts as points in the space of the model's features, before and after
+    run/words.parquet                  in how many source and target texts a word occurs
+    run/evaluation.json                what 'mtem evaluate' has measured last
+    run/report.html                    the page that shows all this
     run/checkpoints/source.safetensors the weights before the adaptation
     run/rehearsal/                     the rehearsal, if the run was asked to rehearse first
     run/checkpoints/                   during the run: step-N/, best-N.safetensors, frozen-*.npy, left-out-N.safetensors,
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +91,26 @@ class RunDirectory:
     def indexes_path(self) -> Path:
         """``indexes.parquet``."""
         return self.root / "indexes.parquet"
+
+    @property
+    def map_path(self) -> Path:
+        """``map.parquet``."""
+        return self.root / "map.parquet"
+
+    @property
+    def words_path(self) -> Path:
+        """``words.parquet``."""
+        return self.root / "words.parquet"
+
+    @property
+    def evaluation_path(self) -> Path:
+        """``evaluation.json``."""
+        return self.root / "evaluation.json"
+
+    @property
+    def report_path(self) -> Path:
+        """``report.html``."""
+        return self.root / "report.html"
 
     @property
     def model_path(self) -> Path:
@@ -218,12 +243,27 @@ class RunDirectory:
 
     def write_indexes(self, table: pa.Table) -> None:
         """Write ``indexes.parquet``."""
-        with replaced(self.indexes_path) as temporary:
-            pq.write_table(table, temporary, row_group_size=ROWS_PER_GROUP)
+        _write_table(self.indexes_path, table)
+
+    def write_overview(self, points: pa.Table, words: pa.Table) -> None:
+        """Write ``map.parquet`` and ``words.parquet``."""
+        _write_table(self.map_path, points)
+        _write_table(self.words_path, words)
 
     def read_indexes(self) -> pa.Table:
         """Return ``indexes.parquet``."""
         return pq.read_table(self.indexes_path)
+
+    def copy_overview(self, other: RunDirectory) -> None:
+        """Copy what only the report reads from another run directory, as far as it is there."""
+        for path, copy in ((other.map_path, self.map_path), (other.words_path, self.words_path)):
+            if path != copy and path.is_file():
+                with replaced(copy) as temporary:
+                    shutil.copyfile(path, temporary)
+
+    def write_evaluation(self, record: Mapping[str, Any]) -> None:
+        """Write ``evaluation.json``."""
+        write_json(self.evaluation_path, record)
 
     def write_left_out(self, results: Sequence[LeftOut]) -> None:
         """Write the logits of all left-out models."""
@@ -234,3 +274,8 @@ class RunDirectory:
         if not descriptions or not self.left_out_path.is_file():
             return []
         return from_tensors(read_tensors(self.left_out_path), descriptions)
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
+    with replaced(path) as temporary:
+        pq.write_table(table, temporary, row_group_size=ROWS_PER_GROUP)

@@ -23,6 +23,7 @@ from mtem.run.candidates import Candidates, OnCandidate
 from mtem.run.directory import PRETRAINED, SOURCE, RunDirectory
 from mtem.run.forecast import Forecast
 from mtem.run.inputs import RunInputs
+from mtem.run.overview import count_words, draw_map
 from mtem.run.probe import make_forecast
 from mtem.run.record import by_class, now, predicted_shares, versions
 from mtem.run.result import Adapted, index_table
@@ -229,9 +230,14 @@ class Run:
         self.train_left_out_models()
         load(self.model, self.source_weights)
         before = self.candidates.final_outputs(0)
+        source_logits = self.predict_target(" before the adaptation") if self.directory.persistent else None
         if step:
             load(self.model, self.candidates.best_weights())
         after = self.candidates.final_outputs(step) if step else before
+        if self.directory.persistent:
+            self.directory.write_overview(
+                draw_map(inputs, self.candidates.target_sample, before, after), count_words(inputs.labeled, inputs.target)
+            )
         before_corrected = prior.corrected(before)  # the source model, corrected as this one is
         prior_record, after = self.correct_prior(after)
         estimates = self.estimates(before, before_corrected, after, adapted=step > 0)
@@ -248,8 +254,7 @@ class Run:
             warnings.insert(0, diagnostics.source_model_kept(self.settings.criterion, score))
         temperature, origin = self.choose_temperature(after)
         scale_head(self.model, 1 / temperature)
-        with self.progress.stage(f"predicting the target {inputs.unit}", len(inputs.target)):
-            logits = inference.compute_logits(self.model, inputs.target_stream.tokens, progress=self.progress).logits
+        logits = self.predict_target()
         record = {
             "status": "done",
             **self.description(),
@@ -279,7 +284,7 @@ class Run:
             "temperature": {"value": temperature, "from": origin},
             "warnings": warnings,
         }
-        table = index_table(inputs.target, inputs.classes, logits, method.indexes())
+        table = index_table(inputs.target, inputs.classes, logits, method.indexes(), source_logits)
         adapted = Adapted(self.model, record, table, self.source_weights, self.directory.path, self.left_out)
         if self.directory.persistent:
             adapted.save(self.directory.root)
@@ -287,6 +292,12 @@ class Run:
         for line in warnings:
             logger.warning(line)
         return adapted
+
+    def predict_target(self, when: str = "") -> np.ndarray:
+        """Return the logits of all target texts by the model as it is now."""
+        inputs = self.inputs
+        with self.progress.stage(f"predicting the target {inputs.unit}{when}", len(inputs.target)):
+            return inference.compute_logits(self.model, inputs.target_stream.tokens, progress=self.progress).logits
 
     # ------------------------------------------------------------------ class shares of the target
 

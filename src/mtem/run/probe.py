@@ -93,7 +93,8 @@ def plan(run: Run, stage: str, done: int, lower: dict[str, bool]) -> list[Stage]
             stages.append(whole(f"{part.name} scored", "left-out models", SCORE, scored_tokens))
     if not fresh or len(candidates.evaluated_rows) < len(inputs.held_out_rows):
         stages.append(whole("the chosen weights", "prediction", SCORE, 2 * final))
-    stages.append(Stage(f"predicting the target {inputs.unit}", "prediction", SCORE, _one_by_one(target)))
+    for when in (" before the adaptation", "") if directory.persistent else ("",):
+        stages.append(Stage(f"predicting the target {inputs.unit}{when}", "prediction", SCORE, _one_by_one(target)))
     return stages
 
 

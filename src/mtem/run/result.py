@@ -165,6 +165,8 @@ class Adapted:
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
         directory = RunDirectory(path)
+        if self.path is not None:
+            directory.copy_overview(RunDirectory(self.path))
         directory.write_model(self.model, model_card(self.record, type(self.model)))
         if self._table is not None:
             directory.write_indexes(self._table)
@@ -181,13 +183,30 @@ def load(path: str | os.PathLike[str]) -> Adapted:
     return Adapted.load(path)
 
 
-def index_table(target: Corpus, classes: Sequence[str], logits: np.ndarray, index: Tensor | None) -> pa.Table:
-    """Return the table of indexes.parquet."""
-    probabilities = inference.probabilities(logits)
-    best = probabilities.argmax(axis=1)
+def index_table(
+    target: Corpus, classes: Sequence[str], logits: np.ndarray, index: Tensor | None, source_logits: np.ndarray | None = None
+) -> pa.Table:
+    """Return the table of indexes.parquet.
+
+    Parameters
+    ----------
+    target, classes
+        The target texts, and the names of the classes.
+    logits, source_logits
+        Of the target texts by the final model and, if known, by the source model as it was trained.
+    index
+        Their entropy indexes, if the method has any.
+    """
     columns = {"row": target.table.column("row"), "text": target.table.column("text")}
+    if target.threaded:
+        columns["tree"] = target.table.column("tree")
     if index is not None:
         columns["index"] = pa.array(index.float().cpu().numpy())
-    columns["prediction"] = pa.DictionaryArray.from_arrays(pa.array(best.astype(np.int32)), pa.array(list(classes)))
-    columns["confidence"] = pa.array(probabilities[np.arange(len(best)), best].astype(np.float32))
+    for prefix, values in (("", logits), ("source_", source_logits)):
+        if values is not None:
+            probabilities = inference.probabilities(values)
+            best = probabilities.argmax(axis=1)
+            names = pa.array(list(classes))
+            columns[f"{prefix}prediction"] = pa.DictionaryArray.from_arrays(pa.array(best.astype(np.int32)), names)
+            columns[f"{prefix}confidence"] = pa.array(probabilities[np.arange(len(best)), best].astype(np.float32))
     return pa.table(columns)
