@@ -68,7 +68,8 @@ def make_run(folder: Path, texts: list[str], *, finished: bool = True, threads: 
     if finished:
         record |= {
             "selection": {"criterion": "infomax", "chosen_step": 30, "kept_source_model": False},
-            "steps": {"adapt": 30}, "seconds": {"source": 12.0, "adapt": 30.0}, "warnings": ["classes drift <apart>"],
+            "steps": {"adapt": 30}, "seconds": {"source": 12.0, "adapt": 30.0}, "memory": {"process": 3 * 2**30},
+            "warnings": ["classes drift <apart>"],
             "estimate": {"before": {"accuracy": 0.8}, "after": {"accuracy": 0.85, "low": 0.8, "high": 0.9}},
             "class_shares": {
                 "source_labels": {"negative": 0.5, "positive": 0.5}, "target_before": {"negative": 0.4, "positive": 0.6},

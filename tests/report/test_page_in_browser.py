@@ -154,6 +154,25 @@ def test_it_fits_a_laptop_and_a_phone_in_light_and_dark(browser, run, tmp_path, 
     opened.context.close()
 
 
+def test_it_prints_in_light_colours_and_without_the_table(browser, run):
+    opened = Opened(browser, run, color_scheme="dark")
+    page = opened.page
+
+    def charted():
+        return page.evaluate("document.getElementById('balance-plot').layout.font.color")
+
+    dark = charted()
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert charted() == "#1c2127" != dark
+    page.emulate_media(media="print")
+    assert page.is_hidden("#explorer") and page.is_visible("#balance-plot")
+    page.emulate_media(media="screen")
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert charted() == dark
+    assert page.pdf().startswith(b"%PDF") and opened.complaints == []
+    opened.context.close()
+
+
 def test_threads_open_to_their_tree(browser, tmp_path):
     opened = Opened(browser, write_report(make_run(tmp_path / "run", TEXTS[:5], threads=True)))
     opened.page.click("#rows .row >> nth=0")

@@ -78,6 +78,7 @@ def test_the_answer_without_labels_claims_nothing(tmp_path):
     assert found.verdict == "unclear" and "85.0 % (95 % interval 80.0 % to 90.0 %)" in found.headline
     assert "only labels can tell" in found.headline and "classes drift <apart>" in found.worries
     assert any("mtem evaluate run/" in step for step in found.next_steps)
+    assert ("memory", "3.0 GiB") in found.figures and ("time", "42 s") in found.figures
 
 
 def test_an_unfinished_run_has_a_report(tmp_path):

@@ -77,7 +77,7 @@ def test_run_directory(finished):
     assert record["status"] == "done" and record["classes"] == ["bad", "good"]
     assert [entry["domain"] for entry in record["data"]["source"]] == ["books", "dvd"]
     assert record["settings"]["index_initial"] == 1.0 and record["versions"]["torch"] == metadata.version("torch")
-    assert {"before", "after"} == set(record["estimate"])
+    assert {"before", "after"} == set(record["estimate"]) and record["memory"]["process"] > 2**20
     history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
     stages = {line["stage"] for line in history}
     assert stages == {"source", "adapt", "evaluation"}

@@ -134,6 +134,9 @@ def _figures(run: RunFiles) -> list[tuple[str, str]]:
     seconds = run.get("seconds")
     if isinstance(seconds, dict):
         found.append(("time", duration(sum(value for value in map(finite, seconds.values()) if value is not None))))
+    for key, name in (("process", "memory"), ("gpu", "GPU memory")):
+        if (size := run.number("memory", key)) is not None:
+            found.append((name, f"{size / 2**30:.1f} GiB"))
     return [(name, value) for name, value in found if value is not None]
 
 

@@ -25,7 +25,7 @@ from mtem.run.forecast import Forecast
 from mtem.run.inputs import RunInputs
 from mtem.run.overview import count_words, draw_map
 from mtem.run.probe import make_forecast
-from mtem.run.record import by_class, now, predicted_shares, versions
+from mtem.run.record import by_class, now, peak_memory, predicted_shares, versions
 from mtem.run.result import Adapted, index_table
 from mtem.selection import accuracy_estimate, diagnostics, priors
 from mtem.selection.accuracy_estimate import Estimate
@@ -261,6 +261,7 @@ class Run:
             "teacher_and_view": self.teacher_and_view(),
             "finished": now(),
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
+            "memory": peak_memory(str(self.model.device)),
             "forecast": None if self.forecast is None else self.forecast.record(),
             "steps": {
                 pretraining.STAGE: self.pretrain_steps + self.posts_steps,

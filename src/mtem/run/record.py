@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
@@ -37,6 +38,21 @@ def machine(device: str) -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def peak_memory(device: str) -> dict[str, int]:
+    """Return the most bytes that the process has had in memory so far, and on its GPU; without what the system does not tell."""
+    found = {}
+    try:
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    except ImportError:  # Windows
+        pass
+    if device.startswith("cuda"):
+        found["gpu"] = torch.cuda.max_memory_allocated(torch.device(device))
+    return found
 
 
 def predicted_shares(logits: np.ndarray) -> np.ndarray:

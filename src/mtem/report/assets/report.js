@@ -42,6 +42,8 @@
   };
   drawCharts();
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
+  window.addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; drawCharts(); });
+  window.addEventListener("afterprint", () => { delete document.documentElement.dataset.theme; drawCharts(); });
 
   // ------------------------------------------------------------------ the table of texts
 
