@@ -81,7 +81,7 @@ def test_settings_that_a_rehearsal_sets_itself_are_refused(name):
         ({"rates": [float("nan")]}, "--learning-rates nan"),
         ({"rates": []}, "--learning-rates: expected at least one"),
         ({"learning_rate": "0"}, "--learning-rates 0.0: expected a positive number"),
-        ({"priors": ["even"]}, "--class-priors even: expected some of none, uniform, source, estimated"),
+        ({"priors": ["even"]}, "--class-priors even: expected some of none, auto, uniform, source, estimated"),
         ({"priors": ["labeled"]}, "--class-priors labeled"),
         ({"epochs": "2.5"}, "--set epochs=2.5: a rehearsal needs a whole number of passes"),
         ({"epochs": "0"}, "a whole number of passes, at least 1"),
