@@ -12,6 +12,7 @@ import pandas as pd
 
 from mtem.report.answer import percent
 from mtem.report.files import RunFiles, finite, inside
+from mtem.run.overview import spread
 
 Figure = dict[str, Any]
 
@@ -50,9 +51,7 @@ def safe(text: Any) -> str:
 
 def thinned(values: Sequence[Any], most: int) -> list[Any]:
     """Return at most so many of some values, evenly spread, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    return [values[number] for number in np.unique(np.linspace(0, len(values) - 1, most).round().astype(int))]
+    return [values[number] for number in spread(len(values), most)]
 
 
 def series(lines: Iterable[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
@@ -106,41 +105,32 @@ def selection(run: RunFiles) -> Figure | None:
 
 def losses(run: RunFiles) -> Figure | None:
     """Return the losses of the adaptation."""
-    lines = run.stage("adapt")
-    data = [line(title, *series(lines, name)) for name, title in LOSSES.items()]
-    data = [trace for trace in data if trace["x"]]
-    if not data:
-        return None
-    alt = "; ".join(f"{trace['name']} from {trace['y'][0]:.3f} to {trace['y'][-1]:.3f}" for trace in data) + "."
     note = "Losses of single batches: expect noise. The target loss is that of pseudo labels."
-    return figure("Losses of the adaptation", note, alt, data, xaxis=_axis("step"), yaxis=_axis("loss", rangemode="tozero"))
+    return _curves(
+        "Losses of the adaptation", note, "loss", [(run.stage("adapt"), name, title) for name, title in LOSSES.items()]
+    )
 
 
 def temperature(run: RunFiles) -> Figure | None:
     """Return the temperature that pseudo labels are drawn at, and the share of texts that are learned from."""
-    lines = run.stage("adapt")
     names = {"temperature": "temperature of the pseudo labels", "confident_share": f"share of sure {run.unit}"}
-    data = [trace for trace in (line(title, *series(lines, name)) for name, title in names.items()) if trace["x"]]
-    if not data:
-        return None
-    alt = "; ".join(f"{trace['name']} from {trace['y'][0]:.2f} to {trace['y'][-1]:.2f}" for trace in data) + "."
     note = "At a high temperature pseudo labels are drawn at random, at a low one they are the likeliest class."
-    return figure("Temperature", note, alt, data, xaxis=_axis("step"), yaxis=_axis("value", rangemode="tozero"))
+    return _curves("Temperature", note, "value", [(run.stage("adapt"), name, title) for name, title in names.items()])
 
 
 def source_training(run: RunFiles) -> Figure | None:
     """Return the losses of the stages before the adaptation."""
-    data = [
-        line(title, *series(run.stage(stage), name))
-        for stage, name, title in (("pretrain", "word_loss", "masked words"), ("source", "source_loss", "source model"))
-    ]
-    data = [trace for trace in data if trace["x"]]
+    stages = [(run.stage("pretrain"), "word_loss", "masked words"), (run.stage("source"), "source_loss", "source model")]
+    return _curves("Training before the adaptation", "", "loss", stages)
+
+
+def _curves(title: str, note: str, unit: str, sources: Iterable[tuple[list[dict[str, Any]], str, str]]) -> Figure | None:
+    """Return fields of lines of the history by step: of each its lines, its name there and its name on the page."""
+    data = [trace for lines, field, name in sources if (trace := line(name, *series(lines, field)))["x"]]
     if not data:
         return None
     alt = "; ".join(f"{trace['name']} from {trace['y'][0]:.3f} to {trace['y'][-1]:.3f}" for trace in data) + "."
-    return figure(
-        "Training before the adaptation", "", alt, data, xaxis=_axis("step"), yaxis=_axis("loss", rangemode="tozero")
-    )  # fmt: skip
+    return figure(title, note, alt, data, xaxis=_axis("step"), yaxis=_axis(unit, rangemode="tozero"))
 
 
 # ---------------------------------------------------------------------- indexes

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from mtem.report.files import RunFiles
+from mtem.run.overview import spread
 
 MOST_ROWS = 20_000  # of the table
 LONGEST = 100_000  # characters of a text
@@ -58,10 +59,10 @@ def explorer(run: RunFiles, budget: int) -> dict[str, Any] | None:
     """
     if run.texts is None or not len(run.texts):
         return None
-    frame = run.texts.iloc[_spread(len(run.texts), MOST_ROWS)]
+    frame = run.texts.iloc[spread(len(run.texts), MOST_ROWS)]
     longest = max(int(frame[name].map(len).max()) for name in ("text", "tree") if name in frame)
     cut = min(longest, LONGEST)
-    sample = frame.iloc[_spread(len(frame), SAMPLED_ROWS)]
+    sample = frame.iloc[spread(len(frame), SAMPLED_ROWS)]
     while cut > SHORTEST and (ratio := len(pack(columns(run, sample, cut))) * len(frame) / len(sample) / budget) > 1.02:
         cut = max(SHORTEST, int(cut * min(0.9, max(0.3, 1 / ratio))))
     packed = pack(columns(run, frame, cut))
@@ -126,7 +127,3 @@ def pack(value: Any) -> str:
 
 def _numbers(values: pd.Series) -> list[float | None]:
     return [None if not math.isfinite(value) else round(float(value), 4) for value in values.astype(float)]
-
-
-def _spread(count: int, most: int) -> np.ndarray:
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))

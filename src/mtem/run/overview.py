@@ -21,6 +21,11 @@ FEWEST_TEXTS = 5  # with a word that is kept
 _WORD = re.compile(r"[^\W\d_][\w'\u2019-]+")
 
 
+def spread(count: int, most: int) -> np.ndarray:
+    """Return at most so many of `count` positions, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+
+
 def words_of(text: str) -> set[str]:
     """Return the words of a text in lower case, as they are counted."""
     return {word.casefold() for word in _WORD.findall(text[:MOST_CHARACTERS])}
@@ -39,7 +44,7 @@ def count_words(source: Corpus, target: Corpus) -> pa.Table:
 
 def _counted(corpus: Corpus) -> tuple[Counter[str], int]:
     """Return the counts of the words of a corpus, or of texts spread over it, and the number of texts."""
-    rows = np.unique(np.linspace(0, len(corpus) - 1, min(len(corpus), MOST_TEXTS)).round().astype(int))
+    rows = spread(len(corpus), MOST_TEXTS)
     counter: Counter[str] = Counter()
     for text in corpus.texts(rows):
         counter.update(words_of(text))
@@ -64,8 +69,8 @@ def draw_map(inputs: RunInputs, target_rows: np.ndarray, before: CandidateOutput
         `domain` and `label` of a source text, "" of a target text; `position` of a target text in the corpus, else -1; the
         predicted class and the coordinates ``x`` and ``y``, each with the ending ``_before`` and ``_after``.
     """
-    source = _spread(len(before.source_logits), MOST_POINTS)
-    target = _spread(len(before.target_logits), MOST_POINTS)
+    source = spread(len(before.source_logits), MOST_POINTS)
+    target = spread(len(before.target_logits), MOST_POINTS)
     held_out = inputs.held_out_rows[source]
     names = np.array([*inputs.classes], dtype=object)
     blank = [""] * len(target)
@@ -85,10 +90,6 @@ def draw_map(inputs: RunInputs, target_rows: np.ndarray, before: CandidateOutput
         columns[f"prediction_{ending}"] = list(names[logits.argmax(axis=1)])
         columns[f"x_{ending}"], columns[f"y_{ending}"] = points.T.astype(np.float32)
     return pa.table({name: pa.array(values) for name, values in columns.items()})
-
-
-def _spread(count: int, most: int) -> np.ndarray:
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
 
 
 def _main_directions(features: np.ndarray) -> np.ndarray:
