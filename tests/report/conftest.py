@@ -52,8 +52,16 @@ def make_run(folder: Path, texts: list[str], *, finished: bool = True, threads: 
     pq.write_table(pa.table(points), folder / "map.parquet")
     history = [{"stage": "source", "step": step, "source_loss": 0.7 / step} for step in (1, 2, 3)]
     for step in range(0, 31, 10):
+        shares = {"negative": round(0.6 - step * 0.003, 4), "positive": round(0.4 + step * 0.003, 4)}
         history.append(
-            {"stage": "evaluation", "step": step, "score": step / 100, "source-validation": 0.8, "infomax": step / 100}
+            {
+                "stage": "evaluation",
+                "step": step,
+                "score": step / 100,
+                "source-validation": 0.8,
+                "infomax": step / 100,
+                "target_shares": shares,
+            }
         )
         history.append(
             {"stage": "adapt", "step": step + 1, "temperature": 1 - step / 40, "source_loss": 0.3, "target_loss": 0.2,

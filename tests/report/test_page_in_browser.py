@@ -54,7 +54,7 @@ def opened(browser, run):
 
 def test_charts_show_the_run_and_nothing_leaves_the_page(opened, run):
     page = opened.page
-    assert page.locator(".plot .main-svg").count() >= 11 and page.title() == "run: report"
+    assert page.locator(".plot .main-svg").count() >= 12 and page.title() == "run: report"
     assert "The adaptation helped" in page.inner_text("h1")
     shown = page.evaluate("document.getElementById('balance-plot').data.map((trace) => trace.y)")
     assert shown == [[0.5, 0.5], [0.4, 0.6], [0.45, 0.55]]

@@ -30,10 +30,11 @@ def test_every_chart_is_made_from_a_whole_run(tmp_path):
     found = {figure["id"]: figure for figure in charts.charts(read_run(run))}
     assert list(found) == [
         "selection", "losses", "temperature", "index-spread", "index-against-confidence", "index-against-right", "balance",
-        "reliability", "feature-map", "source-training", "times",
+        "balance-along", "reliability", "feature-map", "source-training", "times",
     ]  # fmt: skip
     assert found["selection"]["data"][1]["x"] == [0, 10, 20, 30] and found["selection"]["layout"]["shapes"][0]["x0"] == 30
     assert found["balance"]["data"][2]["y"] == [0.45, 0.55] and found["times"]["data"][0]["x"] == [12.0, 30.0]
+    assert found["balance-along"]["data"][1]["y"] == [0.4, 0.43, 0.46, 0.49]
     assert found["index-spread"]["data"][1]["y"] == [2.0, 3.0, 4.0, 5.0]
     for figure in found.values():
         assert figure["alt"] and figure["title"]

@@ -27,8 +27,8 @@ STAGES = {"pretrain": "pretraining", "source": "source model", "adapt": "adaptat
 def charts(run: RunFiles) -> list[Figure]:
     """Return the figures that the files of a run allow, in the order of the page."""
     makers: Sequence[Callable[[RunFiles], Figure | None]] = (
-        selection, losses, temperature, index_spread, index_against_confidence, index_against_right, balance, reliability,
-        feature_map, source_training, times,
+        selection, losses, temperature, index_spread, index_against_confidence, index_against_right, balance, balance_along,
+        reliability, feature_map, source_training, times,
     )  # fmt: skip
     found = []
     for maker in makers:
@@ -257,6 +257,23 @@ def balance(run: RunFiles) -> Figure | None:
     return figure(
         "Class balance", note, alt, data, barmode="group", xaxis={"type": "category"}, yaxis=_axis("share", tickformat=".0%")
     )
+
+
+def balance_along(run: RunFiles) -> Figure | None:
+    """Return the shares of the predicted classes along the run, before any assumed shares."""
+    lines = [
+        {"step": entry.get("step"), **shares}
+        for entry in run.stage("evaluation")
+        if isinstance(shares := entry.get("target_shares"), dict)
+    ]
+    data = [line(safe(name), *series(lines, name), mode="lines+markers") for name in run.classes[:10]]
+    data = [trace for trace in data if len(trace["x"]) > 1]
+    if not data:
+        return None
+    alt = "; ".join(f"{trace['name']} from {percent(trace['y'][0])} to {percent(trace['y'][-1])}" for trace in data) + "."
+    note = "Shares of the classes among the predictions on the target, as the weights give them."
+    axes = {"xaxis": _axis("step of the adaptation"), "yaxis": _axis("share", tickformat=".0%", rangemode="tozero")}
+    return figure("Class balance along the run", note, alt, data, **axes)
 
 
 def reliability(run: RunFiles) -> Figure | None:
