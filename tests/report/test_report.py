@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from mtem.errors import RequestError
-from mtem.report import charts, comparison, explorer, page
+from mtem.report import charts, comparison, explorer, page, rehearsed
 from mtem.report.answer import answer, measured_difference
 from mtem.report.files import read_run
 from tests.report.conftest import HOSTILE, make_run, write_evaluation
@@ -239,6 +239,18 @@ def test_the_page_of_a_rehearsal_and_of_a_run_that_was_rehearsed(tmp_path):
     assert 'id="gains-plot"' in both and 'id="losses-plot"' in both and "The rehearsal before this run" in both
     (run / "rehearsal" / "rehearsal.json").write_text("[")
     assert "rehearsal.json: cannot be read" in page.write_report(run).read_text()
+
+
+def test_of_a_method_that_is_not_advised_the_last_pass_is_shown():
+    record = rehearsal_record(
+        trials=[
+            {"method": "mtem", "domain": domain, "rare": rare, "after": after, "before": 0.8, "last": 0.79}
+            for domain, rare, after in (("books", "", 0.8), ("dvd", "", None), ("books", "good", 0.8))
+        ]
+    )
+    record["advice"]["mtem"]["adapt"] = False
+    (bars,) = rehearsed.charts(record)[0]["data"]
+    assert bars["x"] == ["books"] and bars["y"] == pytest.approx([-0.01]) and "not advised" in bars["name"]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def answer(record: Mapping[str, Any], path: Path) -> Answer:
     if (seconds := finite(record.get("seconds"))) is not None:
         figures.append(("time", duration(seconds)))
     if recommended == SOURCE_ONLY:
-        return Answer("unclear", f"Do not adapt: {why}.", figures, notes, ["mtem adapt ... --method source-only"])
+        return Answer(
+            "unclear", f"Do not adapt: {why}.", figures, notes, ["Use the source model: mtem adapt ... --method source-only"]
+        )
     step = f"Adapt as rehearsed: mtem adapt ... --rehearsal {path.name}/."
     return Answer("helped", f"Adaptation pays on your source domains: {why}.", figures, notes, [step])
 
@@ -60,17 +62,40 @@ def _advice(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {str(name): entry for name, entry in found.items() if isinstance(entry, dict) and name != SOURCE_ONLY}
 
 
+def _gains(record: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the gain by domain; of a method that is not advised what its last pass would have given."""
+    found: dict[str, Any] = entry["gains"] if isinstance(entry.get("gains"), dict) else {}
+    if not entry.get("adapt"):
+        trials = record.get("trials")
+        found = {
+            str(trial.get("domain")): last - before
+            for trial in (trials if isinstance(trials, list) else [])
+            if isinstance(trial, dict)
+            and trial.get("method") == name
+            and not trial.get("rare")
+            and trial.get("after") is not None
+            if (last := finite(trial.get("last"))) is not None and (before := finite(trial.get("before"))) is not None
+        }
+    return {str(domain): value for domain, gain in found.items() if (value := finite(gain)) is not None}
+
+
 def charts(record: Mapping[str, Any]) -> list[Figure]:
     """Return the gains by domain and method."""
     data, told = [], []
     for name, entry in _advice(record).items():
-        gains = {str(domain): value for domain, gain in (entry.get("gains") or {}).items() if (value := finite(gain)) is not None}
+        gains = _gains(record, name, entry)
         if gains:
-            data.append({"type": "bar", "name": safe(name), "x": [safe(domain) for domain in gains], "y": list(gains.values())})
-            told.append(f"{safe(name)}: " + ", ".join(f"{safe(domain)} {points(value)}" for domain, value in gains.items()))
+            title = safe(name) if entry.get("adapt") else f"{safe(name)}, last pass (not advised)"
+            data.append({"type": "bar", "name": title, "x": [safe(domain) for domain in gains], "y": list(gains.values())})
+            told.append(f"{title}: " + ", ".join(f"{safe(domain)} {points(value)}" for domain, value in gains.items()))
     if not data:
         return []
-    layout = {"barmode": "group", "xaxis": {"type": "category"}, "yaxis": {"title": {"text": "gain"}, "tickformat": "+.1%"}}
+    layout = {
+        "showlegend": True,
+        "barmode": "group",
+        "xaxis": {"type": "category"},
+        "yaxis": {"title": {"text": "gain"}, "tickformat": "+.1%"},
+    }
     note = "Each source domain stood for the target once, its labels hidden until the end."
     return [{"id": "gains", **figure("Gain in the source domains", note, "; ".join(told) + ".", data, **layout)}]
 
@@ -80,6 +105,9 @@ def table(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows: list[list[str]] = []
     for name, entry in _advice(record).items():
         low, high, mean = (finite(entry.get(key)) for key in ("low", "high", "mean"))
+        if not entry.get("adapt"):
+            gains = list(_gains(record, name, entry).values())
+            low, high, mean = None, None, sum(gains) / len(gains) if gains else None
         settings = [inside(entry, "settings", key) for key in ("learning_rate", "stop_epochs", "target_class_prior")]
         rows.append(
             [
