@@ -502,6 +502,10 @@ class Rehearsed(NamedTuple):
         configuration = Configuration(trial.method, trial.learning_rate, trial.prior)
         return Curve(configuration, trial.domain, trial.rare, epochs, scores, infomax, len(self.record["classes"]))
 
+    def has_outputs(self, folder: Path) -> bool:
+        """Return whether the folder of outputs has those of this trial: records are committed, outputs are not."""
+        return _with_suffix(folder / self.path, ".safetensors").is_file()
+
     def outputs(self, folder: Path) -> tuple[TrialOutputs, TrialOutputs | None]:
         """Return the outputs from the folder of outputs; of a final also those on the test set."""
         tensors = read_tensors(_with_suffix(folder / self.path, ".safetensors"))

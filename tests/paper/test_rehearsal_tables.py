@@ -214,3 +214,13 @@ def test_confidence_is_measured_with_each_temperature():
     sure, calmer = (rehearsal_tables._confidence(logits, labels, temperature) for temperature in (1.0, 2.885))
     assert sure["calibration_error"] == pytest.approx(0.182, abs=1e-3) and calmer["calibration_error"] < 0.01
     assert calmer["log_loss"] < sure["log_loss"]
+
+
+def test_cases_without_their_outputs_keep_what_was_measured(results):
+    path = results / "rehearsals" / "calibration.json"
+    (results / "rehearsal-outputs").mkdir()
+    assert rehearsal_tables.measure_calibration(results, results / "rehearsal-outputs") == 0, "outputs are not committed"
+    known = {"dataset": "amazon", "target": "dvd", "method": "mtem", "seed": 0, "after": {"log_loss": 0.5}}
+    path.write_text(json.dumps([known, {**known, "target": "gone"}]))
+    assert rehearsal_tables.measure_calibration(results, results / "rehearsal-outputs") == 1
+    assert json.loads(path.read_text()) == [known]
