@@ -137,7 +137,8 @@ DATASETS: dict[str, Dataset] = {
                 ("out", "dann", "fixmatch", "cst", "biat", "mtem", "oracle"),
                 (UNSUPERVISED,),
                 ("mixed",),
-                {"pretrain_epochs": 0.0, "source_learning_rate": 2e-5},
+                # Without left-out models, which would take two thirds of a source model's time: no accuracy is estimated by them.
+                {"pretrain_epochs": 0.0, "source_learning_rate": 2e-5, "left_out_models": 0},
                 rehearsed_with="minilm",
             ),
         },

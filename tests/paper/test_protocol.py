@@ -149,7 +149,7 @@ def test_settings_of_amazon_cells():
     common = {"frozen_layers": 0, "max_length": 512, "epochs": 12.0, "learning_rate": 5e-5}
     assert given("mtem") == given("out") == {**common, "pretrain_epochs": 24.0}
     assert given("mtem", "other") == given("out-without-pretraining") == {**common, "pretrain_epochs": 0.0}
-    assert given("mtem", "mpnet") == given("mtem", "other") | {"source_learning_rate": 2e-5}
+    assert given("mtem", "mpnet") == given("mtem", "other") | {"source_learning_rate": 2e-5, "left_out_models": 0}
     assert given("mtem-paper") == {"frozen_layers": 0, "max_length": 512, "pretrain_epochs": 24.0}, "passes and rate are its own"
     assert given("mtem", overrides={"epochs": "3", "pretrain_epochs": "1"}) == {**common, "epochs": 3.0, "pretrain_epochs": 1.0}
     rows = list(protocol.VARIANTS)

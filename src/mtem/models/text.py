@@ -21,7 +21,7 @@ from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.dropout import quick_dropout
 from mtem.errors import RequestError
-from mtem.models import augment, encoders, integrity, masked_words, pretrained
+from mtem.models import augment, encoders, integrity, masked_words, mpnet, pretrained
 from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
 from mtem.models.frozen import FrozenTokens, frozen_tokens, keys_of, run_lower, same_function, upper_part, write_keys
 from mtem.models.heads import CosineHead
@@ -557,6 +557,8 @@ def _load(
         auto_cls, directory, name, attention=attention, classifier=classifier, saved=classifier, **config
     )
     network.config.pad_token_id = tokenizer.pad_token_id
+    if network.config.model_type == mpnet.MODEL_TYPE and attention is None:
+        mpnet.fuse_attention(network)
     return network, tokenizer
 
 
