@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 
-from mtem import inference, models
-from mtem.atomic import read_json, write_json
+from mtem import inference, locks, models
+from mtem.atomic import clear_parts, is_part, read_json, write_json
 from mtem.data.corpus import Corpus, check_source
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
@@ -47,6 +49,27 @@ HARDLY_BETTER = 0.05  # in accuracy
 logger = logging.getLogger(__name__)
 
 
+Options = ParamSpec("Options")
+
+
+def claims_output(function: Callable[Options, Rehearsal]) -> Callable[Options, Rehearsal]:
+    """Hold the lock of the folder `output` while the function runs."""
+
+    @functools.wraps(function)
+    def claiming(*args: Options.args, **options: Options.kwargs) -> Rehearsal:
+        output: Any = options.get("output")
+        if output is None:
+            return function(*args, **options)
+        path = Path(output)
+        if path.exists() and not path.is_dir():
+            raise RequestError(f"{path}: is a file; --output expects a folder")
+        with locks.FolderLock(path):
+            return function(*args, **options)
+
+    return claiming
+
+
+@claims_output
 def rehearse(
     source: Any,
     *,
@@ -142,6 +165,8 @@ def rehearse(
     if path is not None and is_finished(path, resume, request):
         logger.info("%s: this rehearsal is finished already", path)
         return Rehearsal.load(path)
+    if path is not None:
+        clear_interrupted(path)
     domains = find_domains(corpus, lambda: text_features(corpus, plan, progress), plan.seed)
     for note in domains.notes:
         logger.warning(note)
@@ -173,6 +198,15 @@ def rehearse(
         for note in notes:
             logger.warning(note)
         return Rehearsal(record, left_out, path)
+
+
+def clear_interrupted(path: Path) -> None:
+    """Remove what an interrupted rehearsal has left in its folder: parts of files, and source models that were being trained."""
+    source_models = path / "source-models"
+    for folder in (path, source_models, *(path / "trials").glob("*")):
+        clear_parts(folder)
+    for unfinished in source_models.glob(".*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def resolve_plan(plan: Plan, corpus: Corpus, *, any_passes: bool) -> tuple[Plan, dict[str, dict[str, Any]]]:
@@ -233,11 +267,10 @@ def describe_request(
 
 def is_finished(path: Path, resume: bool, request: Mapping[str, Any]) -> bool:
     """Return whether the rehearsal in `path` is finished. Refuse a folder with something else in it."""
-    if path.exists() and not path.is_dir():
-        raise RequestError(f"{path}: is a file; --output expects a folder")
     record_path = path / RECORD
     if not record_path.is_file():
-        if path.is_dir() and any(path.iterdir()):
+        entries = path.iterdir() if path.is_dir() else ()
+        if any(not (is_part(entry.name) or entry.name.startswith(locks.NAME)) for entry in entries):
             raise RequestError(f"{path}: is not empty and holds no rehearsal; give another --output")
         if resume:
             logger.warning("%s: nothing to resume, so the rehearsal starts from the beginning", path)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
@@ -67,6 +68,24 @@ class Corpora(NamedTuple):
     target_labeled: Corpus | None
 
 
+Options = ParamSpec("Options")
+
+
+def claims_output(function: Callable[Options, Adapted]) -> Callable[Options, Adapted]:
+    """Hold the lock of the folder `output` while the function runs."""
+
+    @functools.wraps(function)
+    def claiming(*args: Options.args, **options: Options.kwargs) -> Adapted:
+        output: Any = options.get("output")
+        if output is None:
+            return function(*args, **options)
+        with RunDirectory(Path(output)).claimed(bool(options.get("resume"))):
+            return function(*args, **options)
+
+    return claiming
+
+
+@claims_output
 def adapt(
     source: Any,
     target: Any,
@@ -157,8 +176,6 @@ def adapt(
     device = find_device(chosen.training.device)
     find_precision(chosen.training.precision, device)  # refuses one that the device does not have
     path = Path(output) if output is not None else None
-    if path is not None:
-        RunDirectory(path).check_available(resume)
     name = models.find(model, chosen.model)
     if source_model is not None and not isinstance(source_model, Adapted):
         source_model = Adapted.load(source_model)
@@ -352,7 +369,7 @@ def is_finished(directory: RunDirectory, request: Mapping[str, Any]) -> bool:
         if not (directory.root / REHEARSAL).is_dir():
             logger.warning("%s: nothing to resume, so the run starts from the beginning", directory.path)
         return False
-    old, path = directory.read_record(), directory.path
+    old, path = directory.read_record(resume=True), directory.path
     new = json.loads(json.dumps(request, default=str))
     for key in ("method", "preset", "model", "classes"):
         if old.get(key) != new[key]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mtem import schedules
+from mtem import interrupts, schedules
 from mtem.capture import is_recording
 from mtem.errors import RunError
 from mtem.memory import release_free_memory
@@ -51,6 +51,8 @@ class Trainer:
         Called with every line of the history.
     after_step
         Called after each step with the number of steps done: evaluations and checkpoints happen here.
+    before_stop
+        Called with the number of steps done if a signal ends the run after this step (see `mtem.interrupts`).
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class Trainer:
         capture: Capture | None = None,
         record: Callable[[dict[str, Any]], None] = lambda line: None,
         after_step: Callable[[int], None] = lambda done: None,
+        before_stop: Callable[[int], None] = lambda done: None,
     ) -> None:
         self.method, self.settings, self.name, self.steps, self.base_learning_rate = method, settings, name, steps, learning_rate
         self.source, self.target, self.progress, self.record, self.after_step = source, target, progress, record, after_step
+        self.before_stop = before_stop
         self.schedule = schedule or settings.schedule
         self.last_step = steps if last_step is None else last_step
         capture = find_capture(method, settings) if capture is None else capture
@@ -93,7 +97,7 @@ class Trainer:
     def run(self, first: int = 0) -> None:
         """Run the steps from number `first` on."""
         on_cpu = self.method.model.device.type == "cpu"
-        with self.progress.stage(self.name, self.last_step):
+        with self.progress.stage(self.name, self.last_step), interrupts.deferred():
             self.progress.advance(first)
             for step in range(first, self.last_step):
                 self._set_learning_rate(step)
@@ -112,6 +116,9 @@ class Trainer:
                 else:
                     self.progress.advance(step + 1)
                 self.after_step(step + 1)
+                if interrupts.pending():
+                    self.before_stop(step + 1)
+                    interrupts.stop()
                 if on_cpu and step % RELEASE_EVERY == 0:
                     release_free_memory()
 
