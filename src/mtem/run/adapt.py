@@ -41,7 +41,7 @@ AUTO = "auto"
 # What a rehearsal can choose; run.json says for each where its value comes from.
 CHOICES = ("learning_rate", "epochs", "stop_epochs", "target_class_prior", "criterion", "frozen_layers")
 OF_THE_MACHINE = ("seed", "device", "precision", "log_every", "checkpoint_seconds")  # not taken from a rehearsal
-FREE_ON_RESUME = {"checkpoint_seconds", "log_every"}  # settings that may differ when a run is resumed
+FREE_ON_RESUME = {"checkpoint_seconds", "log_every", "max_skipped_steps"}  # settings that may differ when a run is resumed
 # What a run has found for its device, and a resumed one must have too.
 SAME_ON_RESUME = ("max_length", "epochs", "pretrain_epochs", "learning_rate", "frozen_layers")
 
@@ -77,7 +77,7 @@ def claims_output(function: Callable[Options, Adapted]) -> Callable[Options, Ada
     @functools.wraps(function)
     def claiming(*args: Options.args, **options: Options.kwargs) -> Adapted:
         output: Any = options.get("output")
-        if output is None:
+        if output is None or os.environ.get("RANK", "0") != "0":  # of several processes the first holds the lock
             return function(*args, **options)
         with RunDirectory(Path(output)).claimed(bool(options.get("resume"))):
             return function(*args, **options)

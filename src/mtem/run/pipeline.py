@@ -511,8 +511,14 @@ class Run:
             schedule=schedule, record=self.record_line, after_step=after_step,
             last_step=self.last_step if stage == "adapt" else None,
             before_stop=lambda done: self.checkpoint(trainer, done),
+            describe=None if stage == pretraining.STAGE else self.name_texts,
         )  # fmt: skip
         return trainer
+
+    def name_texts(self, kind: str, rows: list[int]) -> list[str]:
+        """Return file and row of some texts of the labeled or the target batches, for messages."""
+        corpus = self.inputs.target if kind == "target" else self.inputs.labeled
+        return [corpus.where(row) for row in rows]
 
     def begin_stage(self, trainer: Trainer, tensors: dict[str, Tensor], number: int) -> None:
         """Seed a fresh stage, or restore a resumed one."""
