@@ -31,15 +31,16 @@ from mtem.rehearsal.domains import Domains, find_domains
 from mtem.rehearsal.figures import ACCURACY, check_metric
 from mtem.rehearsal.plan import Plan, make_plan
 from mtem.rehearsal.schedule import run_trials
-from mtem.rehearsal.trials import Work, quiet_logging, source_methods
+from mtem.rehearsal.trials import Work, check_trial, quiet_logging, source_methods
 from mtem.run import defaults
 from mtem.run.adapt import Corpora, create_model, find_settings
 from mtem.run.inputs import FROZEN_LIMIT
-from mtem.run.pretrained import file_name, write_pretrained
+from mtem.run.pretrained import begin_pretrained, file_name, write_pretrained
 from mtem.run.record import by_class, now, versions
+from mtem.run.result import Adapted
 from mtem.run.source_model import data_identity
 from mtem.selection.left_out import LeftOut, to_tensors
-from mtem.selection.rehearsed import LEFT_OUT, RECORD, Rehearsal
+from mtem.selection.rehearsed import LEFT_OUT, RECORD, UNFINISHED, Rehearsal
 from mtem.tensors import write_tensors
 from mtem.training.devices import find_device
 from mtem.training.pretraining import check_pretraining, pretrain_model
@@ -207,6 +208,18 @@ def clear_interrupted(path: Path) -> None:
         clear_parts(folder)
     for unfinished in source_models.glob(".*"):
         shutil.rmtree(unfinished, ignore_errors=True)
+    for source_model in source_models.glob("*"):
+        try:
+            Adapted.load(source_model).source_weights()
+        except RequestError as error:
+            logger.warning("%s; this source model is trained again", error)
+            shutil.rmtree(source_model, ignore_errors=True)
+    for record in (path / "trials").glob("*/*.json"):
+        try:
+            check_trial(record)
+        except RequestError as error:
+            logger.warning("%s; this trial is run again", error)
+            record.unlink()
 
 
 def resolve_plan(plan: Plan, corpus: Corpus, *, any_passes: bool) -> tuple[Plan, dict[str, dict[str, Any]]]:
@@ -277,7 +290,10 @@ def is_finished(path: Path, resume: bool, request: Mapping[str, Any]) -> bool:
         return False
     if not resume:
         raise RequestError(f"{path}: holds another rehearsal; give another --output, or --resume to continue it")
-    old, new = read_json(record_path), json.loads(json.dumps(request, default=str))
+    old, new = (
+        read_json(record_path, UNFINISHED, "rehearse again into another --output"),
+        json.loads(json.dumps(request, default=str)),
+    )
     for method, values in old.get("resolved", {}).items():
         for name, was in values.items():
             if (is_now := new["resolved"].get(method, {}).get(name, was)) != was:
@@ -318,11 +334,21 @@ def pretrain_once(work: Work, methods: Sequence[str], more: Sequence[Corpus], pr
     for method in methods:
         training = plan.training_of(method)
         path = work.folder / file_name(str(plan.model), training, [corpus.files for corpus in corpora])
-        if not path.is_file():
+        if not (path.exists() and is_pretrained(path, untrained(work.corpus, plan, method))):
             network = untrained(work.corpus, plan, method)
             pretrain_model(network, corpora, training, progress)
             write_pretrained(path, network)
         work.pretrained[method] = path
+
+
+def is_pretrained(path: Path, network: Model) -> bool:
+    """Return whether a file that an interrupted rehearsal has left holds the weights of such a network."""
+    try:
+        begin_pretrained(network, path)
+    except RequestError as error:
+        logger.warning("%s; the encoder is pretrained again", error)
+        return False
+    return True
 
 
 def untrained(corpus: Corpus, plan: Plan, method: str | None = None) -> Model:

@@ -16,6 +16,7 @@ import torch
 
 from mtem import methods, models, settings
 from mtem.data import summary
+from mtem.data.cache import file_fingerprint
 from mtem.data.corpus import Corpus, check_source, check_target
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
@@ -28,12 +29,13 @@ from mtem.run.candidates import OnCandidate
 from mtem.run.directory import REHEARSAL, RunDirectory
 from mtem.run.pipeline import Observer, Run
 from mtem.run.pretrained import begin_pretrained, describe_pretrained, find_pretrained
+from mtem.run.repeat import model_fingerprint
 from mtem.run.result import Adapted
 from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out, warn_of_other_division
 from mtem.selection import diagnostics
 from mtem.selection.diagnostics import advised_against, not_rehearsed, other_texts, settings_differ
 from mtem.selection.left_out import LeftOut
-from mtem.selection.rehearsed import SOURCE_ONLY, Advice, Rehearsal
+from mtem.selection.rehearsed import RECORD, SOURCE_ONLY, Advice, Rehearsal
 from mtem.training.devices import find_device, find_precision
 from mtem.training.settings import TrainingSettings
 
@@ -180,9 +182,10 @@ def adapt(
     if source_model is not None and not isinstance(source_model, Adapted):
         source_model = Adapted.load(source_model)
 
-    columns = {"text_column": text_column, "label_column": label_column}
+    columns: dict[str, str | None] = {"text_column": text_column, "label_column": label_column}
     corpora = load_corpora(source, target, target_labeled, method_cls, model_cls, columns)
     request = describe_request(corpora, chosen, method=method, preset=preset, model=str(model), source_model=source_model)
+    request |= {"columns": columns, "model_sha256": model_fingerprint(model)}
     request |= {"choices": choices, "rehearsal": None if rehearsal is None else describe_rehearsal(rehearsal, request)}
     if source_model is not None:
         warn_of_other_division(source_model, request)
@@ -299,6 +302,7 @@ def describe_rehearsal(rehearsal: Rehearsal, request: Mapping[str, Any]) -> dict
         logger.warning(other_texts(str(rehearsal.path or "the rehearsal")))
     return {
         "path": None if rehearsal.path is None else str(rehearsal.path), "same_texts": same,
+        "sha256": None if rehearsal.path is None else file_fingerprint(rehearsal.path / RECORD),
         "domains": rehearsal.record["rehearsed"], "recommended": rehearsal.method, "why": rehearsal.why,
     }  # fmt: skip
 
