@@ -101,5 +101,5 @@ def test_what_cannot_be_repeated_is_refused(place, command, tmp_path):
     with pytest.raises(RequestError, match=r"run.json: no such file"):
         read_request(place / "run")
     (place / "run" / "run.json").write_text("[]")
-    with pytest.raises(RequestError, match="expected an object, got a list; give the run.json of a run"):
+    with pytest.raises(RequestError, match=r"expected an object, got a list; give the run\.json of a run"):
         read_request(place / "run" / "run.json")
