@@ -12,13 +12,14 @@ CHECKED := src tests tools benchmarks
 PYTEST_ARGS ?=
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test coverage fuzz lint docs wheel clean
+.PHONY: help setup demo test coverage fuzz faults lint docs wheel clean
 
 help:
 	@echo "make demo      set up, then adapt a classifier on the bundled Amazon sample (CPU, a few minutes) into $(DEMO)/"
 	@echo "make test      set up, then run the tests, the style checks and the type checker"
 	@echo "make coverage  run the tests and print how much of the code they execute"
 	@echo "make fuzz      run the property tests from random seeds, with many more examples (minutes to hours: FUZZ_EXAMPLES=2000)"
+	@echo "make faults    kill runs at random moments, resume them and compare (about 20 minutes: FAULTS_KILLS=20)"
 	@echo "make lint      style checks and the type checker (ruff, mypy)"
 	@echo "make docs      build the documentation site into site/"
 	@echo "make wheel     build the package into dist/"
@@ -61,6 +62,12 @@ fuzz: $(READY)
 	@echo "== trying the properties on $(FUZZ_EXAMPLES) drawn examples each"
 	@MTEM_HYPOTHESIS_PROFILE=fuzz MTEM_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) \
 		$(BIN)/python -m pytest -n 2 --dist load -m hypothesis $(PYTEST_ARGS)
+
+# Every kind of run, killed so many times; the tests do the same with a few.
+FAULTS_KILLS ?= 20
+faults: $(READY)
+	@echo "== killing runs at random moments, $(FAULTS_KILLS) times each, and resuming them"
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/faults.py --kills $(FAULTS_KILLS)
 
 lint: $(READY)
 	$(BIN)/ruff check $(CHECKED)

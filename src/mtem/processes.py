@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 
-from mtem import errors
+from mtem import errors, interrupts
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -191,6 +191,7 @@ def in_processes(
 
 def start(work: Callable[[Any, Report], Any], threads: int) -> tuple[Connection, SpawnProcess]:
     """Start a worker; return the connection to it and its process."""
+    interrupts.unwind()
     context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, work, threads), daemon=True)
@@ -201,7 +202,9 @@ def start(work: Callable[[Any, Report], Any], threads: int) -> tuple[Connection,
 
 def serve(connection: Connection, work: Callable[[Any, Report], Any], threads: int) -> None:
     """Receive tasks and send reports and outcomes, until a None arrives."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
+    for name in interrupts.SIGNALS:  # they may be sent to all processes; the parent handles them and ends this one
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     sender = Sender(connection)

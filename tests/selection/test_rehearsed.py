@@ -71,18 +71,18 @@ def test_an_unfinished_rehearsal_is_refused(copied):
 @pytest.mark.parametrize("name", ["recommended", "advice", "left_out"])
 def test_a_record_that_lacks_something_is_damaged(copied, name):
     changed(copied, **{name: "gone"})
-    with pytest.raises(RequestError, match=f"is damaged .*{name}.*rehearse again"):
+    with pytest.raises(RequestError, match=f"rehearsal.json: .*{name}.*rehearse again"):
         Rehearsal.load(copied)
 
 
 def test_damaged_files_are_refused(copied):
     (copied / "left-out.safetensors").write_bytes(b"not tensors")
-    with pytest.raises(RequestError, match=r"copy: is damaged \("):
+    with pytest.raises(RequestError, match=r"left-out.safetensors: is damaged .*; rehearse again"):
         Rehearsal.load(copied)
     (copied / "left-out.safetensors").unlink()
-    with pytest.raises(RequestError, match=r"copy: is damaged \("):
+    with pytest.raises(RequestError, match=r"left-out.safetensors: no such file; rehearse again"):
         Rehearsal.load(copied)
-    for text, words in (("[1]", "is not the record of a rehearsal"), ("{}", "is not the record"), ("{", "not valid JSON")):
+    for text, words in (("[1]", "expected an object, got a list"), ("{}", "status is missing"), ("{", "not valid JSON")):
         (copied / "rehearsal.json").write_text(text)
         with pytest.raises(RequestError, match=words):
             Rehearsal.load(copied)

@@ -186,6 +186,25 @@ def test_a_step_that_reads_a_number_falls_back(encoder, caplog):
     assert_same_run(found, expected, 1e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_replayed_step_that_is_not_finite_is_skipped(encoder, optimizer):
+    """Texts with a word of infinite embedding come in some of the batches."""
+    found = []
+    for capture in (None, tape.capture):
+        made = make_trainer(encoder, "source-only", capture=capture, optimizer=optimizer)
+        embeddings = made.method.model.network.bert.embeddings.word_embeddings.weight
+        seen = [{int(word) for row in made.source.rows(step) for word in made.source.tokens.ids(row)} for step in range(STEPS)]
+        word = next(word for word in sorted(seen[-1]) if 1 < sum(word in words for words in seen) < STEPS / 2)
+        with torch.no_grad():
+            embeddings[word] = float("inf")
+        weights, _ = run(made)
+        found.append((made.guard.skipped, {name: value.nan_to_num() for name, value in weights.items()}))
+    (skipped, weights), (also_skipped, others) = found
+    assert 1 < skipped == also_skipped < STEPS / 2
+    for name, value in weights.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-5)
+
+
 # ---------------------------------------------------------------------- what is captured
 
 

@@ -26,6 +26,7 @@ from mtem.training.optimizer import make_optimizer
 from mtem.training.settings import TrainingSettings, find_learning_rates
 from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
+from mtem.training.weights import clone, current
 from tests.conftest import make_texts
 from tests.threads import make_threads
 from tests.tolerance import assert_weights_near
@@ -275,11 +276,14 @@ def ready(encoder, name, device="cpu", threads=False, **changes):
 
 def run_inside(trainer, inside, warm):
     """The steps after the first `warm` ones, batches included, in the context that `inside` makes."""
+    trainer.guard.deferred = True  # as on a GPU
     for step in range(warm + 2):
         trainer._set_learning_rate(step)
         with inside() if step >= warm else contextlib.nullcontext():
             target = trainer.target(step)
-            trainer.method.step(step, trainer.source(step), target, trainer.update)
+            trainer.guard.begin()
+            log = trainer.method.step(step, trainer.source(step), target, trainer.update)
+            trainer.guard.end(step, log)
 
 
 STEPS = [("mtem", engine) for engine in ("layerwise", "forward", "taylor", "second-order")]
@@ -348,9 +352,21 @@ def check_waiting(made, precision):
 
 
 class Broken(SourceOnly):
+    """Its loss is not finite in some steps."""
+
+    wrong = (4,)
+
     def step(self, number, source, target, update):
-        log = super().step(number, source, target, update)
-        return {**log, "source_loss": float("nan")} if number == 4 else log
+        def spoiled(loss, **more):
+            update(loss * float("nan") if number in self.wrong else loss, **more)
+
+        return super().step(number, source, target, spoiled)
+
+
+def broken(model, wrong, **more):
+    method = Broken(model, SourceOnlySettings(), Context(8, 0, 2, torch.Generator(), lambda: 0.0))
+    method.wrong = wrong
+    return trainer(model, method=method, **more)
 
 
 def test_a_full_gpu_ends_the_run_with_what_to_set(model, monkeypatch):
@@ -360,21 +376,139 @@ def test_a_full_gpu_ends_the_run_with_what_to_set(model, monkeypatch):
     monkeypatch.setattr(SourceOnly, "step", full)
     with pytest.raises(RunError, match=r"source, step 1: out of GPU memory; set microbatches=5 or activation_checkpointing=true"):
         trainer(model).run()
+    assert model.microbatches == 10 and model.activation_checkpointing  # all that could be tried
 
 
-def test_a_loss_that_is_no_number_ends_the_run_in_one_line(model):
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_loss_that_is_no_number_is_skipped_wherever_it_comes(model, max_grad_norm, caplog):
+    lines, weights = [], []
+    made = broken(model, {4}, log_every=1000, lines=lines, max_grad_norm=max_grad_norm)
+    made.after_step = lambda done: weights.append(clone(current(model)))
+    made.run()
+    assert all(torch.equal(weights[4][name], value) for name, value in weights[3].items())  # step 5 did nothing
+    assert not all(torch.equal(weights[5][name], value) for name, value in weights[4].items())
+    notice = next(line for line in lines if line["stage"] == "notice")
+    assert (notice["of"], notice["step"]) == ("source", 5) and notice["texts"]["source"] == made.source.rows(4).tolist()
+    assert (
+        "source, step 5: the loss or the gradient is not finite; the step was skipped (1 of at most 10); source row"
+        in caplog.text
+    )
+
+
+def test_the_texts_with_bad_outputs_are_named(model):
     lines = []
-    method = Broken(model, SourceOnlySettings(), Context(8, 0, 2, torch.Generator(), lambda: 0.0))
-    with pytest.raises(RunError, match=r"^source, step 5: source_loss is nan; try a smaller learning rate$"):
-        trainer(model, method=method, log_every=2, lines=lines).run()
-    assert [line["step"] for line in lines] == [1, 3]
+    made = broken(model, (), lines=lines, steps=1)
+    tokens, rows = made.source.tokens, made.source.rows(0).tolist()
+    word = int(tokens.ids(rows[0])[1])
+    with torch.no_grad():
+        model.network.bert.embeddings.word_embeddings.weight[word] = float("inf")
+    made.run()
+    culprits = [row for row in rows if word in tokens.ids(row)]
+    assert lines[0]["texts"] == {"source": culprits} and 0 < len(culprits) < len(rows)
+
+
+def test_too_many_skipped_steps_end_the_run(model):
+    with pytest.raises(RunError, match=r"^source, step 5: the loss or the gradient is not finite, as in 2 steps before \(.*row"):
+        broken(model, {1, 3, 4}, max_skipped_steps=2).run()
+    with pytest.raises(RunError, match=r"^source, step 2: .* \(source row.*\); the last checkpoint is good; try a smaller"):
+        broken(model, {1}, max_skipped_steps=0).run()
 
 
 def test_a_real_divergence_is_noticed_at_the_end_at_the_latest(model):
-    with pytest.raises(RunError, match="source_loss is nan"):
+    with pytest.raises(RunError, match="source: 7 of 8 steps were skipped, the loss or the gradient is not finite"):
         trainer(
             model, learning_rate=1e30, optimizer="sgd", max_grad_norm=0.0, schedule="constant", warmup_ratio=0.0, log_every=1000
         ).run()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("wrong", [(), (2, 3), (7,)])
+def test_a_device_that_skips_by_itself_does_the_same(encoder, optimizer, wrong):
+    """On a GPU the fused optimizer is told in a tensor; its CPU kernel can be told so too."""
+    found = []
+    for deferred in (False, True):
+        torch.manual_seed(0)
+        model = TextModel.create(encoder, ("bad", "good"), max_length=16)
+        lines = []
+        made = broken(model, wrong, optimizer=optimizer, lines=lines, log_every=1000)
+        made.guard.deferred = deferred
+        torch.manual_seed(3)
+        made.run()
+        found.append((clone(current(model)), made.state(), [line["step"] for line in lines if line["stage"] == "notice"]))
+    (weights, state, notices), (others, other_state, other_notices) = found
+    assert notices == other_notices == [step + 1 for step in wrong]
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+    assert all(torch.equal(value, other_state[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_skipped_step_leaves_the_method_as_it_was(encoder, deferred):
+    made = ready(encoder, "mtem")
+    made.guard.deferred = deferred
+    seen = []
+    made.after_step = lambda done: seen.append(made.method.index.clone())
+    step = made.method.step
+
+    def spoiled(number, source, target, update):
+        log = step(number, source, target, update)
+        if number == 3:
+            made.method.index[target.rows[0]] = float("nan")
+        return log
+
+    made.method.step = spoiled
+    made.run()
+    assert made.guard.skipped == 1
+    assert torch.equal(seen[3], seen[2]) and not torch.equal(seen[4], seen[3]) and bool(torch.isfinite(seen[-1]).all())
+
+
+# ---------------------------------------------------------------------- out of memory
+
+
+class Full:
+    """A step that draws, computes gradients and then fails once, after so many of its updates.
+
+    Without failing it passes its batch in two parts from this step on.
+    """
+
+    def __init__(self, trainer, number, after, fails):
+        self.trainer, self.number, self.after, self.step, self.fails = trainer, number, after, trainer.method.step, fails
+
+    def __call__(self, number, source, target, update):
+        if number == self.number and not self.fails:
+            self.trainer.method.model.save_memory(2)
+        if number != self.number or not self.fails:
+            return self.step(number, source, target, update)
+        self.fails = False
+        torch.rand(5), torch.rand(5, generator=self.trainer.method.context.generator)
+        updates = []
+
+        def full(*arguments, **named):
+            if len(updates) == self.after:
+                arguments[0].backward() if arguments[0] is not None else None
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            updates.append(number)
+            update(*arguments, **named)
+
+        return self.step(number, source, target, full)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("name, after", [("mtem", 0), ("mme", 0), ("mme", 1), ("wind", 0), ("source-only", 0)])
+def test_a_step_that_ran_out_of_memory_begins_again_from_the_same_state(encoder, name, after, number, caplog):
+    results, lines = [], []
+    for fails in (False, True):
+        made = ready(encoder, name)
+        made.record = lines.append
+        made.method.step = Full(made, number, after, fails)
+        torch.manual_seed(3)
+        made.run()
+        results.append((clone(current(made.method.model)), made.method.state(), made.state()))
+        assert made.method.model.microbatches == 2
+    for one, other in zip(*results, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+    (notice,) = [line for line in lines if line["stage"] == "notice"]
+    assert notice == {"stage": "notice", "of": name, "step": number + 1, "out_of_memory": "microbatches=2"}
+    assert f"{name}, step {number + 1}: out of GPU memory; it is taken again" in caplog.text
 
 
 def test_devices_and_precisions(monkeypatch):

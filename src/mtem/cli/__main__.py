@@ -1,5 +1,5 @@
 """`python -m mtem.cli`: the command line without the installed script."""
 
-from mtem.cli.main import main
+from mtem.cli.start import main
 
 main()

@@ -17,11 +17,14 @@ AUTO_METHODS = ("mtem", "fixmatch")  # what --method auto --rehearse compares
 
 
 def adapt(
-    source: Annotated[
-        list[Path], typer.Option(help="Labeled texts or threads (csv, tsv, jsonl, parquet; .gz too). May be given again.")
-    ],
-    target: Annotated[list[Path], typer.Option(help="Unlabeled texts or threads of the new domain. May be given again.")],
     output: Annotated[Path, typer.Option(help="Folder for the run; it must not hold another one.")],
+    source: Annotated[
+        list[Path] | None,
+        typer.Option(help="Labeled texts or threads (csv, tsv, jsonl, parquet; .gz too). May be given again."),
+    ] = None,
+    target: Annotated[
+        list[Path] | None, typer.Option(help="Unlabeled texts or threads of the new domain. May be given again.")
+    ] = None,
     target_labeled: Annotated[list[Path] | None, typer.Option(help="A few labeled texts or threads of the new domain.")] = None,
     model: Encoder = "minilm",
     features: Annotated[
@@ -55,6 +58,10 @@ def adapt(
     seed: Seed = None,
     text_column: Column = None,
     label_column: Column = None,
+    from_: Annotated[
+        Path | None,
+        typer.Option("--from", help="A run.json, or its folder: repeat that run, with the same files, settings and seed."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --output.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUTPUT/tensorboard/ during the run.")] = False,
     quiet: Quiet = False,
@@ -71,8 +78,21 @@ def adapt(
 
     mtem adapt --source books.csv --target kitchen.csv --output run/ --resume
 
+    mtem adapt --from run/run.json --output again/
+
     mtem adapt --source charliehebdo.jsonl --source ottawashooting.jsonl --target ferguson.jsonl --model bigcn --output run/
     """
+    if from_ is not None:
+        others = {
+            "source": source, "target": target, "target-labeled": target_labeled, "features": features, "engine": engine,
+            "source-model": source_model, "rehearsal": rehearsal, "rehearse": rehearse, "budget": budget, "set": set_,
+            "seed": seed, "text-column": text_column, "label-column": label_column, "model": model != "minilm",
+            "method": method != "mtem", "preset": preset != "recommended",
+        }  # fmt: skip
+        repeat(from_, output, others, resume=resume, tensorboard=tensorboard, quiet=quiet)
+        return
+    if not source or not target:
+        raise RequestError(f"--{'target' if source else 'source'}: is missing; see 'mtem adapt --help'")
     given = parse_settings(set_)
     for name, value in (("engine", engine), ("features", features)):
         if value is not None:
@@ -106,6 +126,27 @@ def adapt(
             source, target, target_labeled=target_labeled or None, model=model, method=method, preset=preset,
             source_model=source_model, rehearsal=rehearsal, output=output, resume=resume, progress=progress,
             observe=TensorBoard(output / FOLDER) if tensorboard else None, **columns, **given,
+        )  # fmt: skip
+    print_summary(adapted.record, output)
+    write_page(output)
+
+
+def repeat(path: Path, output: Path, others: dict[str, Any], *, resume: bool, tensorboard: bool, quiet: bool) -> None:
+    """Repeat a run. Refuse the options that the run has answers to."""
+    if refused := [name for name, value in others.items() if value not in (None, [], False)]:
+        raise RequestError(f"--{refused[0]}: --from repeats a run as it was; leave this option out, or give all but --from")
+    from mtem.report.tensorboard import FOLDER, TensorBoard, require_tensorboard
+    from mtem.run.adapt import adapt as run_adapt
+    from mtem.run.repeat import read_request, use_threads
+
+    if tensorboard:
+        require_tensorboard()
+    with logged_progress(quiet) as progress:
+        request = read_request(path)
+        use_threads(path)
+        adapted = run_adapt(
+            **request, output=output, resume=resume, progress=progress,
+            observe=TensorBoard(output / FOLDER) if tensorboard else None,
         )  # fmt: skip
     print_summary(adapted.record, output)
     write_page(output)

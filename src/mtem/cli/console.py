@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from mtem import interrupts
 from mtem.errors import RequestError
 from mtem.progress import Progress
 
@@ -41,6 +42,7 @@ class _ProgressHandler(logging.Handler):
 @contextlib.contextmanager
 def logged_progress(quiet: bool = False) -> Iterator[Progress]:
     """Show progress and the library's log messages on standard error."""
+    interrupts.unwind()
     progress = Progress(quiet=quiet)
     root, handler = logging.getLogger("mtem"), _ProgressHandler(progress)
     level = root.level

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from mtem import interrupts
 from mtem.cli.console import out
 from mtem.errors import DiskFullError, RequestError, RunError
 
@@ -106,10 +107,14 @@ def options(
 
 
 def main() -> None:
-    """Run the command line. An error is one line: exit code 2 for a wrong request, 1 for a failed run, 130 for Ctrl-C."""
+    """Run the command line. An error is one line: exit code 2 for a wrong request, 1 for a failed run, 130 for Ctrl-C.
+
+    SIGTERM (143) and SIGHUP (129) are handled as Ctrl-C is.
+    """
     wait_without_spinning()
     try:
-        app()
+        with interrupts.handled():
+            app()
     except RequestError as error:
         _fail(str(error), 2)
     except RunError as error:
@@ -119,7 +124,7 @@ def main() -> None:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            _fail("interrupted" + CONTINUE.get(_command(), ""), INTERRUPTED)
+            _fail(interrupts.ending() + CONTINUE.get(_command(), ""), interrupts.exit_code())
         raise
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from mtem.atomic import atomic_write, disk_errors
+from mtem.atomic import ABANDONED, atomic_write, clear_parts, disk_errors
 from mtem.errors import RequestError
 
 
@@ -49,6 +49,7 @@ def cache_folder(name: str, cache: str | Path | None = None) -> Path:
             if error.errno == errno.EROFS:
                 raise RequestError(f"{folder}: the cache folder is read-only; set MTEM_CACHE to another folder") from None
             raise
+    clear_parts(folder, older_than=ABANDONED)
     return folder
 
 
@@ -93,24 +94,38 @@ def stored_table(
     metadata : dict, optional
         Stored with the table. May be filled while the batches are read: it is written after the last one.
     """
-    if (table := _read_mapped(path)) is None:
+    if (table := _read_mapped(path, schema)) is None:
         with atomic_write(path) as stream, pa.ipc.new_file(stream, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
             # The schema is written before the first record, so metadata about all of them goes into a last, empty batch.
             writer.write_batch(pa.record_batch([[] for _ in schema], schema=schema), custom_metadata=metadata or {"": ""})
-        table = _read_mapped(path)
+        table = _read_mapped(path, schema)
         assert table is not None
     return table
 
 
-def _read_mapped(path: Path) -> pa.Table | None:
-    """Return a stored table, None if the file is missing or damaged."""
+def read_batches(path: Path, schema: pa.Schema) -> list[tuple[pa.RecordBatch, dict[bytes, bytes]]] | None:
+    """Return the batches of a stored file with their metadata, memory-mapped; None if it is missing or damaged."""
+    if not path.is_file():
+        return None
     try:
         with pa.memory_map(str(path)) as source:
             reader = pa.ipc.open_file(source)
+            if not reader.schema.equals(schema):
+                return None
             pairs = [reader.get_batch_with_custom_metadata(i) for i in range(reader.num_record_batches)]
-    except (OSError, pa.ArrowException):
+            for batch, _ in pairs:
+                batch.validate(full=True)  # offsets out of a damaged file would be followed
+    except (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException):
         return None
-    batches = [pair.batch for pair in pairs if pair.batch.num_rows]
-    return pa.Table.from_batches(batches, schema=reader.schema).replace_schema_metadata(pairs[-1].custom_metadata)
+    return [(batch, metadata or {}) for batch, metadata in pairs]
+
+
+def _read_mapped(path: Path, schema: pa.Schema) -> pa.Table | None:
+    """Return a stored table, None if the file is missing or damaged."""
+    pairs = read_batches(path, schema)
+    if not pairs:
+        return None
+    batches = [batch for batch, _ in pairs if batch.num_rows]
+    return pa.Table.from_batches(batches, schema=schema).replace_schema_metadata(pairs[-1][1])

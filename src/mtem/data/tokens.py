@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from mtem.atomic import atomic_write
-from mtem.data.cache import cache_folder
+from mtem.data.cache import cache_folder, read_batches
 from mtem.data.corpus import Corpus
 
 if TYPE_CHECKING:
@@ -108,12 +108,12 @@ def tokenize(
     for part in (_FORMAT, corpus.fingerprint, tokenizer_fingerprint(tokenizer), str(max_length)):
         digest.update(part.encode() + b"\0")
     path = cache_folder("tokens", cache if cache is not None else corpus.cache) / f"{digest.hexdigest()}.arrow"
-    batches = _read_mapped(path)
-    if batches is None or sum(batch.num_rows for batch in batches) != len(corpus):
+    batches = _read_mapped(path, len(corpus), len(tokenizer), max_length)
+    if batches is None:
         with atomic_write(path) as stream, pa.ipc.new_file(stream, _SCHEMA) as writer:
             for batch in _batches(_encoded(corpus, tokenizer, max_length, progress)):
                 writer.write_batch(batch)
-        batches = _read_mapped(path)
+        batches = _read_mapped(path, len(corpus), len(tokenizer), max_length)
         assert batches is not None
     elif progress is not None:
         progress(len(corpus), len(corpus))
@@ -195,11 +195,19 @@ def _batches(ids: Iterable[Sequence[int]]) -> Iterator[pa.RecordBatch]:
         yield batch()
 
 
-def _read_mapped(path: Path) -> list[pa.RecordBatch] | None:
-    """Return the batches of a stored file, None if it is missing or damaged."""
-    try:
-        with pa.memory_map(str(path)) as source:
-            reader = pa.ipc.open_file(source)
-            return [reader.get_batch(i) for i in range(reader.num_record_batches)]
-    except (OSError, pa.ArrowException):
+def _read_mapped(path: Path, texts: int, vocabulary: int, max_length: int) -> list[pa.RecordBatch] | None:
+    """Return the batches of a stored file, None if it is missing, damaged, or not of so many texts and such tokens."""
+    pairs = read_batches(path, _SCHEMA)
+    if pairs is None:
         return None
+    batches = [batch for batch, _ in pairs]
+    if sum(batch.num_rows for batch in batches) != texts or any(batch.num_rows != _ROWS for batch in batches[:-1]):
+        return None
+    for batch in batches:
+        lists = batch.column(0)
+        if lists.null_count or lists.values.null_count:
+            return None
+        ids, lengths = lists.values.to_numpy(), np.diff(lists.offsets.to_numpy())
+        if (len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary) or (len(lengths) and lengths.max() > max_length):
+            return None
+    return batches

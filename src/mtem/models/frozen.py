@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -23,9 +24,12 @@ from mtem.data.batching import sequential
 from mtem.data.tokens import Tokens
 from mtem.progress import Progress
 
+_CHECKED = 1 << 16  # rows of a file that are looked at together
 TOKENS_PER_BATCH = 1024  # in the lower part: the activations of that many tokens fit into a processor's cache
 
 Module = TypeVar("Module", bound=nn.Module)
+
+logger = logging.getLogger(__name__)
 
 
 class FrozenTokens:
@@ -88,10 +92,27 @@ def frozen_tokens(
     if store is not None and (found := _find(tokens, store)) is not None:
         return found
     total = int(np.asarray(tokens.lengths, dtype=np.int64).sum())
-    if not path.exists():
+    values = _stored(path, (total, width)) if path.exists() else None
+    if values is None:
         with replaced(path) as temporary, progress.stage(name, len(tokens)):
             _write(temporary, tokens, lower, (total, width), progress)
-    return FrozenTokens(tokens, np.load(path, mmap_mode="r"))
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    return FrozenTokens(tokens, values)
+
+
+def _stored(path: Path, shape: tuple[int | None, int | None]) -> np.ndarray | None:
+    """Return the output in a file, memory-mapped; None, with a warning, if it is damaged or not of this shape."""
+    try:
+        values: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        right = values.dtype == np.dtype("<f4") and values.ndim == 2
+        right = right and all(size in (None, found) for size, found in zip(shape, values.shape, strict=True))
+        if right and all(np.isfinite(values[first : first + _CHECKED]).all() for first in range(0, len(values), _CHECKED)):
+            return values
+        reason = "not the output of these layers for these texts"
+    except (OSError, ValueError, EOFError, SyntaxError, TypeError, MemoryError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:160]
+    logger.warning("%s: is damaged (%s); it is computed again", path, reason)
+    return None
 
 
 def write_keys(tokens: Tokens, path: Path) -> None:
@@ -105,13 +126,21 @@ def _find(tokens: Tokens, store: Path) -> FrozenTokens | None:
     keys_path = keys_of(store)
     if not (store.is_file() and keys_path.is_file()):
         return None
-    stored = np.load(keys_path)
-    places = {bytes(key): int(start) for key, start in zip(stored["key"], stored["start"], strict=True)}
     own = _keys(tokens)
+    try:
+        stored = np.load(keys_path, allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError, TypeError, MemoryError, OverflowError):
+        return None
+    if stored.dtype != own.dtype or stored.ndim != 1:
+        return None
+    places = {bytes(key): int(start) for key, start in zip(stored["key"], stored["start"], strict=True)}
     starts = [places.get(bytes(key), -1) for key in own["key"]]
     if -1 in starts:
         return None
-    return FrozenTokens(tokens, np.load(store, mmap_mode="r"), np.array(starts, dtype=np.int64))
+    values = _stored(store, (None, None))
+    if values is None or any(start + length > len(values) for start, length in zip(starts, tokens.lengths, strict=True)):
+        return None
+    return FrozenTokens(tokens, values, np.array(starts, dtype=np.int64))
 
 
 def keys_of(store: Path) -> Path:

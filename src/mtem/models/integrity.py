@@ -204,8 +204,8 @@ def check_loaded(network: nn.Module, info: Mapping[str, Any], name: str, *, clas
     raise RequestError(f"{name}: its weights are not those that its config.json describes ({details}); {AGAIN}")
 
 
-def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str) -> None:
-    """Check that tensors have the expected names and shapes and are finite.
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str, advice: str = f"; {AGAIN}") -> None:
+    """Check that tensors have the expected names, shapes and kinds of numbers and are finite.
 
     Raises
     ------
@@ -214,16 +214,19 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor],
     """
     for key in sorted({*tensors, *expected}):
         if key not in tensors:
-            raise RequestError(f"{name}: {key} is missing; {AGAIN}")
+            raise RequestError(f"{name}: {key} is missing{advice}")
         if key not in expected:
-            raise RequestError(f"{name}: has {key}, which is unknown to the model; {AGAIN}")
+            raise RequestError(f"{name}: has {key}, which is unknown to the model{advice}")
         shape, expected_shape = list(tensors[key].shape), list(expected[key].shape)
         if shape != expected_shape:
-            raise RequestError(f"{name}: {key}: expected shape {expected_shape}, got {shape}; {AGAIN}")
-    check_finite(tensors, name)
+            raise RequestError(f"{name}: {key}: expected shape {expected_shape}, got {shape}{advice}")
+        if tensors[key].is_floating_point() != expected[key].is_floating_point():
+            kinds = [str(value.dtype).removeprefix("torch.") for value in (expected[key], tensors[key])]
+            raise RequestError(f"{name}: {key}: expected numbers of type {kinds[0]}, got {kinds[1]}{advice}")
+    check_finite(tensors, name, advice)
 
 
-def check_finite(tensors: Mapping[str, Tensor], name: str) -> None:
+def check_finite(tensors: Mapping[str, Tensor], name: str, advice: str = f"; {AGAIN}") -> None:
     """Check that tensors have no NaN or infinite values.
 
     Raises
@@ -234,7 +237,7 @@ def check_finite(tensors: Mapping[str, Tensor], name: str) -> None:
     bad = [key for key, value in tensors.items() if value.is_floating_point() and not bool(torch.isfinite(value).all())]
     if bad:
         more = f" and in {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise RequestError(f"{name}: its weights are not finite (NaN or infinite in {bad[0]}{more}); {AGAIN}")
+        raise RequestError(f"{name}: its weights are not finite (NaN or infinite in {bad[0]}{more}){advice}")
 
 
 def _outside(network: nn.Module, keys: Iterable[str]) -> set[str]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 
-from mtem import inference, models
-from mtem.atomic import read_json, write_json
+from mtem import inference, locks, models
+from mtem.atomic import clear_parts, is_part, read_json, write_json
 from mtem.data.corpus import Corpus, check_source
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
@@ -29,15 +31,16 @@ from mtem.rehearsal.domains import Domains, find_domains
 from mtem.rehearsal.figures import ACCURACY, check_metric
 from mtem.rehearsal.plan import Plan, make_plan
 from mtem.rehearsal.schedule import run_trials
-from mtem.rehearsal.trials import Work, quiet_logging, source_methods
+from mtem.rehearsal.trials import Work, check_trial, quiet_logging, source_methods
 from mtem.run import defaults
 from mtem.run.adapt import Corpora, create_model, find_settings
 from mtem.run.inputs import FROZEN_LIMIT
-from mtem.run.pretrained import file_name, write_pretrained
+from mtem.run.pretrained import begin_pretrained, file_name, write_pretrained
 from mtem.run.record import by_class, now, versions
+from mtem.run.result import Adapted
 from mtem.run.source_model import data_identity
 from mtem.selection.left_out import LeftOut, to_tensors
-from mtem.selection.rehearsed import LEFT_OUT, RECORD, Rehearsal
+from mtem.selection.rehearsed import LEFT_OUT, RECORD, UNFINISHED, Rehearsal
 from mtem.tensors import write_tensors
 from mtem.training.devices import find_device
 from mtem.training.pretraining import check_pretraining, pretrain_model
@@ -47,6 +50,27 @@ HARDLY_BETTER = 0.05  # in accuracy
 logger = logging.getLogger(__name__)
 
 
+Options = ParamSpec("Options")
+
+
+def claims_output(function: Callable[Options, Rehearsal]) -> Callable[Options, Rehearsal]:
+    """Hold the lock of the folder `output` while the function runs."""
+
+    @functools.wraps(function)
+    def claiming(*args: Options.args, **options: Options.kwargs) -> Rehearsal:
+        output: Any = options.get("output")
+        if output is None:
+            return function(*args, **options)
+        path = Path(output)
+        if path.exists() and not path.is_dir():
+            raise RequestError(f"{path}: is a file; --output expects a folder")
+        with locks.FolderLock(path):
+            return function(*args, **options)
+
+    return claiming
+
+
+@claims_output
 def rehearse(
     source: Any,
     *,
@@ -142,6 +166,8 @@ def rehearse(
     if path is not None and is_finished(path, resume, request):
         logger.info("%s: this rehearsal is finished already", path)
         return Rehearsal.load(path)
+    if path is not None:
+        clear_interrupted(path)
     domains = find_domains(corpus, lambda: text_features(corpus, plan, progress), plan.seed)
     for note in domains.notes:
         logger.warning(note)
@@ -173,6 +199,27 @@ def rehearse(
         for note in notes:
             logger.warning(note)
         return Rehearsal(record, left_out, path)
+
+
+def clear_interrupted(path: Path) -> None:
+    """Remove what an interrupted rehearsal has left in its folder: parts of files, and source models that were being trained."""
+    source_models = path / "source-models"
+    for folder in (path, source_models, *(path / "trials").glob("*")):
+        clear_parts(folder)
+    for unfinished in source_models.glob(".*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for source_model in source_models.glob("*"):
+        try:
+            Adapted.load(source_model).source_weights()
+        except RequestError as error:
+            logger.warning("%s; this source model is trained again", error)
+            shutil.rmtree(source_model, ignore_errors=True)
+    for record in (path / "trials").glob("*/*.json"):
+        try:
+            check_trial(record)
+        except RequestError as error:
+            logger.warning("%s; this trial is run again", error)
+            record.unlink()
 
 
 def resolve_plan(plan: Plan, corpus: Corpus, *, any_passes: bool) -> tuple[Plan, dict[str, dict[str, Any]]]:
@@ -233,18 +280,20 @@ def describe_request(
 
 def is_finished(path: Path, resume: bool, request: Mapping[str, Any]) -> bool:
     """Return whether the rehearsal in `path` is finished. Refuse a folder with something else in it."""
-    if path.exists() and not path.is_dir():
-        raise RequestError(f"{path}: is a file; --output expects a folder")
     record_path = path / RECORD
     if not record_path.is_file():
-        if path.is_dir() and any(path.iterdir()):
+        entries = path.iterdir() if path.is_dir() else ()
+        if any(not (is_part(entry.name) or entry.name.startswith(locks.NAME)) for entry in entries):
             raise RequestError(f"{path}: is not empty and holds no rehearsal; give another --output")
         if resume:
             logger.warning("%s: nothing to resume, so the rehearsal starts from the beginning", path)
         return False
     if not resume:
         raise RequestError(f"{path}: holds another rehearsal; give another --output, or --resume to continue it")
-    old, new = read_json(record_path), json.loads(json.dumps(request, default=str))
+    old, new = (
+        read_json(record_path, UNFINISHED, "rehearse again into another --output"),
+        json.loads(json.dumps(request, default=str)),
+    )
     for method, values in old.get("resolved", {}).items():
         for name, was in values.items():
             if (is_now := new["resolved"].get(method, {}).get(name, was)) != was:
@@ -285,11 +334,21 @@ def pretrain_once(work: Work, methods: Sequence[str], more: Sequence[Corpus], pr
     for method in methods:
         training = plan.training_of(method)
         path = work.folder / file_name(str(plan.model), training, [corpus.files for corpus in corpora])
-        if not path.is_file():
+        if not (path.exists() and is_pretrained(path, untrained(work.corpus, plan, method))):
             network = untrained(work.corpus, plan, method)
             pretrain_model(network, corpora, training, progress)
             write_pretrained(path, network)
         work.pretrained[method] = path
+
+
+def is_pretrained(path: Path, network: Model) -> bool:
+    """Return whether a file that an interrupted rehearsal has left holds the weights of such a network."""
+    try:
+        begin_pretrained(network, path)
+    except RequestError as error:
+        logger.warning("%s; the encoder is pretrained again", error)
+        return False
+    return True
 
 
 def untrained(corpus: Corpus, plan: Plan, method: str | None = None) -> Model:

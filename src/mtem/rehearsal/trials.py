@@ -25,6 +25,7 @@ from rich.console import Console
 
 from mtem.atomic import read_json, write_json
 from mtem.data.corpus import Corpus
+from mtem.errors import RequestError
 from mtem.progress import Progress
 from mtem.rehearsal.domains import Domains, keep_rows
 from mtem.rehearsal.plan import Plan
@@ -32,6 +33,7 @@ from mtem.run.adapt import adapt
 from mtem.run.pipeline import Observer
 from mtem.run.record import machine
 from mtem.run.result import Adapted
+from mtem.schema import NUMBER
 from mtem.selection.criteria import CandidateOutputs
 from mtem.tensors import read_tensors, write_tensors
 
@@ -129,10 +131,8 @@ class TrialOutputs:
     @classmethod
     def read(cls, folder: Path, trial: Trial) -> TrialOutputs:
         """Return a trial that was written."""
-        record = read_json(folder / f"{trial.name}.json")
-        tensors = read_tensors(folder / f"{trial.name}.safetensors")
+        record, arrays = check_trial(folder / f"{trial.name}.json")
         shares = record["assumed_shares"]
-        arrays = {name: tensors[name].numpy() for name in _ARRAYS}
         return cls(
             trial, **arrays, assumed_shares=None if shares is None else np.array(shares), seconds=record["seconds"],
             machine=record["machine"],
@@ -140,6 +140,34 @@ class TrialOutputs:
 
 
 _ARRAYS = ("epochs", "infomax", "logits", "labels", "held_out_logits", "held_out_labels")
+_RECORD: dict[Any, Any] = {"trial": dict, "assumed_shares": ([NUMBER], None), "seconds": NUMBER, "machine": str}
+
+
+def check_trial(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return record and arrays of a trial, from the path of its record. Refuse damaged files."""
+    again = "remove it, and --resume runs this trial again"
+    record = read_json(path, _RECORD, again)
+    tensors = read_tensors(file := path.with_suffix(".safetensors"))
+    if problem := _problem({name: tensors[name].numpy() for name in tensors}):
+        raise RequestError(f"{file}: {problem}; {again}")
+    return record, {name: tensors[name].numpy() for name in _ARRAYS}
+
+
+def _problem(arrays: dict[str, np.ndarray]) -> str | None:
+    """Return what is wrong with the arrays of a trial."""
+    if missing := [name for name in _ARRAYS if name not in arrays]:
+        return f"{missing[0]} is missing"
+    sizes = {name: arrays[name].ndim for name in _ARRAYS}
+    if sizes != {"epochs": 1, "infomax": 1, "logits": 3, "labels": 1, "held_out_logits": 3, "held_out_labels": 1}:
+        return "an array has another shape"
+    logits, held_out = arrays["logits"], arrays["held_out_logits"]
+    counts = {len(arrays[name]) for name in ("epochs", "infomax", "logits", "held_out_logits")}
+    texts = (logits.shape[1], held_out.shape[1]) == (len(arrays["labels"]), len(arrays["held_out_labels"]))
+    if len(counts) > 1 or not texts or logits.shape[2] != held_out.shape[2]:
+        return "the sizes of its arrays differ"
+    if not all(np.isfinite(arrays[name]).all() for name in ("epochs", "logits", "held_out_logits")):
+        return "an array is not finite"
+    return None
 
 
 @dataclasses.dataclass

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
 from mtem import methods, models, settings
 from mtem.data import summary
+from mtem.data.cache import file_fingerprint
 from mtem.data.corpus import Corpus, check_source, check_target
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
@@ -27,12 +29,13 @@ from mtem.run.candidates import OnCandidate
 from mtem.run.directory import REHEARSAL, RunDirectory
 from mtem.run.pipeline import Observer, Run
 from mtem.run.pretrained import begin_pretrained, describe_pretrained, find_pretrained
+from mtem.run.repeat import model_fingerprint
 from mtem.run.result import Adapted
 from mtem.run.source_model import begin_from, data_identity, fingerprint, matching_left_out, warn_of_other_division
 from mtem.selection import diagnostics
 from mtem.selection.diagnostics import advised_against, not_rehearsed, other_texts, settings_differ
 from mtem.selection.left_out import LeftOut
-from mtem.selection.rehearsed import SOURCE_ONLY, Advice, Rehearsal
+from mtem.selection.rehearsed import RECORD, SOURCE_ONLY, Advice, Rehearsal
 from mtem.training.devices import find_device, find_precision
 from mtem.training.settings import TrainingSettings
 
@@ -40,7 +43,7 @@ AUTO = "auto"
 # What a rehearsal can choose; run.json says for each where its value comes from.
 CHOICES = ("learning_rate", "epochs", "stop_epochs", "target_class_prior", "criterion", "frozen_layers")
 OF_THE_MACHINE = ("seed", "device", "precision", "log_every", "checkpoint_seconds")  # not taken from a rehearsal
-FREE_ON_RESUME = {"checkpoint_seconds", "log_every"}  # settings that may differ when a run is resumed
+FREE_ON_RESUME = {"checkpoint_seconds", "log_every", "max_skipped_steps"}  # settings that may differ when a run is resumed
 # What a run has found for its device, and a resumed one must have too.
 SAME_ON_RESUME = ("max_length", "epochs", "pretrain_epochs", "learning_rate", "frozen_layers")
 
@@ -67,6 +70,24 @@ class Corpora(NamedTuple):
     target_labeled: Corpus | None
 
 
+Options = ParamSpec("Options")
+
+
+def claims_output(function: Callable[Options, Adapted]) -> Callable[Options, Adapted]:
+    """Hold the lock of the folder `output` while the function runs."""
+
+    @functools.wraps(function)
+    def claiming(*args: Options.args, **options: Options.kwargs) -> Adapted:
+        output: Any = options.get("output")
+        if output is None or os.environ.get("RANK", "0") != "0":  # of several processes the first holds the lock
+            return function(*args, **options)
+        with RunDirectory(Path(output)).claimed(bool(options.get("resume"))):
+            return function(*args, **options)
+
+    return claiming
+
+
+@claims_output
 def adapt(
     source: Any,
     target: Any,
@@ -157,15 +178,14 @@ def adapt(
     device = find_device(chosen.training.device)
     find_precision(chosen.training.precision, device)  # refuses one that the device does not have
     path = Path(output) if output is not None else None
-    if path is not None:
-        RunDirectory(path).check_available(resume)
     name = models.find(model, chosen.model)
     if source_model is not None and not isinstance(source_model, Adapted):
         source_model = Adapted.load(source_model)
 
-    columns = {"text_column": text_column, "label_column": label_column}
+    columns: dict[str, str | None] = {"text_column": text_column, "label_column": label_column}
     corpora = load_corpora(source, target, target_labeled, method_cls, model_cls, columns)
     request = describe_request(corpora, chosen, method=method, preset=preset, model=str(model), source_model=source_model)
+    request |= {"columns": columns, "model_sha256": model_fingerprint(model)}
     request |= {"choices": choices, "rehearsal": None if rehearsal is None else describe_rehearsal(rehearsal, request)}
     if source_model is not None:
         warn_of_other_division(source_model, request)
@@ -282,6 +302,7 @@ def describe_rehearsal(rehearsal: Rehearsal, request: Mapping[str, Any]) -> dict
         logger.warning(other_texts(str(rehearsal.path or "the rehearsal")))
     return {
         "path": None if rehearsal.path is None else str(rehearsal.path), "same_texts": same,
+        "sha256": None if rehearsal.path is None else file_fingerprint(rehearsal.path / RECORD),
         "domains": rehearsal.record["rehearsed"], "recommended": rehearsal.method, "why": rehearsal.why,
     }  # fmt: skip
 
@@ -352,7 +373,7 @@ def is_finished(directory: RunDirectory, request: Mapping[str, Any]) -> bool:
         if not (directory.root / REHEARSAL).is_dir():
             logger.warning("%s: nothing to resume, so the run starts from the beginning", directory.path)
         return False
-    old, path = directory.read_record(), directory.path
+    old, path = directory.read_record(resume=True), directory.path
     new = json.loads(json.dumps(request, default=str))
     for key in ("method", "preset", "model", "classes"):
         if old.get(key) != new[key]:

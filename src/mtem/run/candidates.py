@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,11 @@ from mtem.training.weights import clone, current, load
 OnCandidate = Callable[[int, np.ndarray, CandidateOutputs], None]  # step, rows of the target, outputs
 
 DIVERGED = -1e9  # score of weights whose outputs are not finite; JSON has no infinity
+
+
+def chosen_step(entries: Sequence[Mapping[str, Any]]) -> int:
+    """Return the step of the best of some candidates; 0, the source model, if there are none."""
+    return int(entries[criteria.choose([entry["score"] for entry in entries])]["step"]) if entries else 0
 
 
 class Candidates:
@@ -71,7 +76,7 @@ class Candidates:
     @property
     def chosen_step(self) -> int:
         """The step of the best candidate so far."""
-        return int(self.entries[criteria.choose([entry["score"] for entry in self.entries])]["step"]) if self.entries else 0
+        return chosen_step(self.entries)
 
     def evaluate_candidate(self, method: Method, step: int, record_line: Callable[[dict[str, Any]], None]) -> None:
         """Score the method's weights and keep them if they are the best so far.
@@ -126,7 +131,7 @@ class Candidates:
 
     def best_weights(self) -> dict[str, Tensor]:
         """Return the weights of the chosen step, from memory or from disk."""
-        return self._best or self.directory.read_weights(f"best-{self.chosen_step}")
+        return self._best or self.directory.read_weights(f"best-{self.chosen_step}", current(self.model))
 
     def outputs(self, rows: np.ndarray, meta_loss: float | None = None) -> CandidateOutputs:
         """Return what the model, as it is now, computes for labeled `rows` and the sample of the target."""

@@ -15,15 +15,19 @@
     run/checkpoints/                   during the run: step-N/, best-N.safetensors, frozen-*.npy, left-out-N.safetensors,
                                        pretrained.safetensors
 
-Each file is written whole or not at all. ``run.json`` is written last.
+Each file is written whole or not at all. ``run.json`` is written before anything else, with the status "running", and again when
+everything else is there. Files are checked when they are read: whatever is in them, a damaged one is named. While a run writes
+here, it holds the lock of the folder (`mtem.locks`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +35,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from mtem.atomic import disk_errors, read_json, replaced, write_json
+from mtem import locks
+from mtem.atomic import clear_parts, disk_errors, is_part, read_json, replaced, write_json
 from mtem.errors import RequestError
+from mtem.models import integrity
 from mtem.models.base import Model
+from mtem.run.record_schema import FINISHED_RUN, RUN, UNFINISHED_RUN
 from mtem.selection.left_out import LeftOut, from_tensors, to_tensors
 from mtem.tensors import read_tensors, write_tensors
-from mtem.training.checkpoints import Checkpoints
+from mtem.training.checkpoints import Checkpoint, Checkpoints
+
+logger = logging.getLogger(__name__)
 
 ROWS_PER_GROUP = 50_000  # of indexes.parquet
 REHEARSAL = "rehearsal"  # folder of a rehearsal that was made for the run
 SOURCE = "source"  # name of the weights before the adaptation
 PRETRAINED = "pretrained"  # name of the weights before the source training, if the encoder was pretrained
+NOT_RESUMED = "without it the run cannot be resumed: begin it again in another --output"
 
 
 class RunDirectory:
@@ -129,7 +139,7 @@ class RunDirectory:
         path = self.root
         if path.exists() and not path.is_dir():
             raise RequestError(f"{path}: is a file; --output expects a folder")
-        occupied = path.is_dir() and any(entry.name != REHEARSAL for entry in path.iterdir())
+        occupied = path.is_dir() and any(self._counts(entry) for entry in path.iterdir())
         if resume and not self.record_path.exists():
             if occupied:
                 raise RequestError(f"{path}: holds no run to resume and is not empty; give another --output")
@@ -143,16 +153,33 @@ class RunDirectory:
             if not os.access(parent, os.W_OK):
                 raise RequestError(f"{path}: cannot be created, {parent} is not writable")
 
-    def start(self, *, fresh: bool) -> None:
-        """Create the folders; a fresh run begins a new history."""
-        if self.persistent:
-            self.workspace.mkdir(parents=True, exist_ok=True)
-            if fresh:
-                self.history_path.unlink(missing_ok=True)
+    def _counts(self, entry: Path) -> bool:
+        """Return whether an entry of the folder is something of the user's or of a run: locks and parts of files are not."""
+        if entry.name == REHEARSAL or is_part(entry.name) or entry.name.startswith(locks.NAME):
+            return False
+        return entry != self.workspace or any(self.workspace.iterdir())
 
-    def newest_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return tensors and record of the newest complete checkpoint, if there is one."""
-        return self.checkpoints.newest() if self.workspace.is_dir() else None
+    @contextlib.contextmanager
+    def claimed(self, resume: bool) -> Iterator[None]:
+        """Hold the lock of the folder inside the ``with`` block, in which a run writes to it. Refuse a folder that is taken."""
+        self.check_available(resume)
+        with locks.FolderLock(self.root) as lock:
+            self.check_available(resume)  # another run may have ended in between
+            self.checkpoints.before_write = lock.check
+            for folder in (self.root, self.workspace):
+                for part in clear_parts(folder):
+                    logger.info("%s: removed, an interrupted run had left it", part)
+            yield
+
+    def start(self, record: Mapping[str, Any]) -> None:
+        """Write ``run.json`` before anything else, so that whatever happens next the run can be resumed."""
+        if self.persistent:
+            self.write_record(record)
+            self.workspace.mkdir(parents=True, exist_ok=True)
+
+    def newest_checkpoint(self, check: Callable[[Checkpoint], None]) -> Checkpoint | None:
+        """Return the newest checkpoint that can be continued from, if there is one; see `Checkpoints.newest`."""
+        return self.checkpoints.newest(check) if self.workspace.is_dir() else None
 
     # ------------------------------------------------------------------ run.json and history.jsonl
 
@@ -160,11 +187,13 @@ class RunDirectory:
         """Return whether ``run.json`` exists."""
         return self.path is not None and self.record_path.is_file()
 
-    def read_record(self) -> dict[str, Any]:
-        """Return the contents of ``run.json``."""
-        record = read_json(self.record_path)
-        if not isinstance(record, dict):
-            raise RequestError(f"{self.record_path}: is not the record of a run; give the --output folder of 'mtem adapt'")
+    def read_record(self, *, resume: bool = False) -> dict[str, Any]:
+        """Return the contents of ``run.json``; of a run to `resume`, with all that a resumed one is compared with."""
+        advice = NOT_RESUMED if resume else "give the --output folder of 'mtem adapt', or copy it again"
+        record: dict[str, Any] = read_json(self.record_path, RUN, advice)
+        if resume:
+            schema = FINISHED_RUN if record["status"] == "done" else UNFINISHED_RUN
+            record = read_json(self.record_path, schema, advice)
         return record
 
     def write_record(self, record: Mapping[str, Any]) -> None:
@@ -175,7 +204,7 @@ class RunDirectory:
     def append_history(self, line: Mapping[str, Any]) -> None:
         """Add one line to ``history.jsonl``."""
         if self.persistent:
-            with disk_errors(self.history_path), self.history_path.open("a", encoding="utf-8") as file:
+            with disk_errors(self.history_path, "make room and run again"), self.history_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
     def history_size(self) -> int:
@@ -184,7 +213,7 @@ class RunDirectory:
 
     def truncate_history(self, size: int) -> None:
         """Drop lines that were written after the checkpoint: they will be written again."""
-        if self.history_path.exists():
+        if self.persistent and size < self.history_size():
             os.truncate(self.history_path, size)
 
     # ------------------------------------------------------------------ weights and intermediate files
@@ -198,14 +227,17 @@ class RunDirectory:
         if self.persistent:
             write_tensors(self.weights_path(name), dict(weights))
 
-    def read_weights(self, name: str) -> dict[str, Tensor]:
-        """Return the weights called `name`."""
-        return read_tensors(self.weights_path(name))
+    def read_weights(self, name: str, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights called `name`. Refuse a file that is missing, damaged, or not of the expected names and shapes."""
+        path = self.weights_path(name)
+        weights = read_tensors(path)
+        integrity.check_tensors(weights, expected, str(path), advice="")
+        return weights
 
-    def keep_best(self, step: int) -> None:
-        """Remove the best weights of other steps than `step`."""
+    def keep_best(self, steps: set[int]) -> None:
+        """Remove the best weights of other steps than these."""
         for path in self.workspace.glob("best-*.safetensors"):
-            if path.name != f"best-{step}.safetensors":
+            if path.name not in {f"best-{step}.safetensors" for step in steps}:
                 path.unlink()
 
     def frozen_path(self, name: str) -> Path:
@@ -220,10 +252,15 @@ class RunDirectory:
         """Write the logits of left-out model `number`."""
         write_tensors(self.weights_path(f"left-out-{number}"), to_tensors([result]))
 
-    def read_left_out_part(self, number: int, kind: str, name: str) -> LeftOut:
-        """Return the logits of left-out model `number`."""
-        tensors = read_tensors(self.weights_path(f"left-out-{number}"))
-        return from_tensors(tensors, [{"kind": kind, "name": name}])[0]
+    def read_left_out_part(self, number: int, kind: str, name: str) -> LeftOut | None:
+        """Return the logits of left-out model `number`; None if they were not written, or are damaged."""
+        if not self.has_left_out_part(number):
+            return None
+        try:
+            return _read_left_out(self.weights_path(f"left-out-{number}"), [{"kind": kind, "name": name}])[0]
+        except RequestError as error:
+            logger.warning("%s; it is computed again", error)
+            return None
 
     def remove_intermediate(self) -> None:
         """After a finished run, keep only the source model's weights and the left-out models' logits."""
@@ -252,7 +289,11 @@ class RunDirectory:
 
     def read_indexes(self) -> pa.Table:
         """Return ``indexes.parquet``."""
-        return pq.read_table(self.indexes_path)
+        try:
+            return pq.read_table(self.indexes_path)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise RequestError(f"{self.indexes_path}: cannot be read ({reason}); {integrity.AGAIN}") from error
 
     def copy_overview(self, other: RunDirectory) -> None:
         """Copy what only the report reads from another run directory, as far as it is there."""
@@ -273,7 +314,15 @@ class RunDirectory:
         """Return the logits of all left-out models; empty if there are none."""
         if not descriptions or not self.left_out_path.is_file():
             return []
-        return from_tensors(read_tensors(self.left_out_path), descriptions)
+        return _read_left_out(self.left_out_path, descriptions)
+
+
+def _read_left_out(path: Path, descriptions: Sequence[Mapping[str, Any]]) -> list[LeftOut]:
+    tensors = read_tensors(path)
+    try:
+        return from_tensors(tensors, descriptions)
+    except ValueError as error:
+        raise RequestError(f"{path}: does not hold what its run says: {error}; {integrity.AGAIN}") from error
 
 
 def _write_table(path: Path, table: pa.Table) -> None:

@@ -17,9 +17,10 @@ from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
 from mtem.methods.base import Context, Method
 from mtem.methods.source_only import SourceOnly, SourceOnlySettings
+from mtem.models import integrity
 from mtem.models.base import Model
 from mtem.progress import Progress
-from mtem.run.candidates import Candidates, OnCandidate
+from mtem.run.candidates import Candidates, OnCandidate, chosen_step
 from mtem.run.directory import PRETRAINED, SOURCE, RunDirectory
 from mtem.run.forecast import Forecast
 from mtem.run.inputs import RunInputs
@@ -37,7 +38,7 @@ from mtem.training import checkpoints, pretraining
 from mtem.training.settings import TrainingSettings, find_learning_rates
 from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
-from mtem.training.weights import add_bias, clone, current, head_buffers, load, scale_head
+from mtem.training.weights import add_bias, clone, current, head_buffers, load, scale_head, strip_prefix
 
 STEPS = "pretraining-steps"  # beside the weights of an encoder of posts
 
@@ -106,6 +107,8 @@ class Run:
         self.started = self.saved = time.monotonic()
         self.seconds = {pretraining.STAGE: 0.0, "source": 0.0, "adapt": 0.0}
         self.source_weights: dict[str, Tensor] = {}
+        self.resumed: checkpoints.Checkpoint | None = None
+        self.kept_best = 0  # the best step of the checkpoint before
         self.initial = {} if request["source_model"] else clone({**current(model), **head_buffers(model)})
         self.left_out = left_out or []
         self.forecast: Forecast | None = None
@@ -115,19 +118,19 @@ class Run:
 
     def run(self, resume: bool) -> Adapted:
         """Run all stages, from the newest checkpoint on if `resume`."""
-        resumed = self.directory.newest_checkpoint() if resume else None
-        self.directory.start(fresh=resumed is None)
-        self.directory.write_record({"status": "running", **self.description()})
+        self.directory.start({"status": "running", **self.description()})
         self.pretrain_posts()
         self.prepare()
         stage, done = pretraining.STAGE, 0
         tensors: dict[str, Tensor] = {}
-        if resumed is not None:
-            tensors, record = resumed
+        self.resumed = self.directory.newest_checkpoint(self.check_checkpoint) if resume else None
+        if self.resumed is not None:
+            tensors, record = self.resumed.tensors, self.resumed.record
             stage, done = record["stage"], record["done"]
             self.candidates.entries, self.seconds = record["candidates"], self.seconds | record["seconds"]
-            self.directory.truncate_history(record["history"])
             logger.info("resuming: stage %s, %d steps done", stage, done)
+        self.kept_best = self.candidates.chosen_step
+        self.directory.truncate_history(0 if self.resumed is None else self.resumed.record["history"])
         if not self.progress.quiet:
             self.progress.outlook = self.forecast = make_forecast(self, stage, done)
         self.inputs.keep_lower(self.directory, self.progress)
@@ -136,7 +139,7 @@ class Run:
                 self.pretrain(done, tensors)
                 tensors, done = {}, 0
             else:
-                self.initial = self.directory.read_weights(PRETRAINED)
+                self.initial = self.directory.read_weights(PRETRAINED, self.initial)
         if stage != "adapt":
             if not self.request["source_model"]:
                 self.train_source(done, tensors)
@@ -144,21 +147,39 @@ class Run:
             self.directory.write_weights(SOURCE, self.source_weights)
             tensors, done = {}, 0
         else:
-            self.source_weights = self.directory.read_weights(SOURCE)
+            self.source_weights = self.directory.read_weights(SOURCE, {**current(self.model), **head_buffers(self.model)})
         method = self.adapt(done, tensors)
         return self.finish(method)
+
+    def check_checkpoint(self, found: checkpoints.Checkpoint) -> None:
+        """Refuse a checkpoint that is not of this run, or without the weights that a run needs to go on from it."""
+        record, model = found.record, current(self.model)
+        steps = {pretraining.STAGE: self.pretrain_steps, "source": self.source_steps, "adapt": self.last_step}
+        if not 0 <= record["done"] <= steps.get(record["stage"], -1):
+            raise RequestError(f"{found.path}: its record.json names a step that this run does not have")
+        integrity.check_tensors(strip_prefix(found.tensors, "model."), model, str(found.path), advice="")
+        if record["stage"] != pretraining.STAGE and self.pretrain_steps:
+            self.directory.read_weights(PRETRAINED, self.initial)
+        if record["stage"] == "adapt":
+            self.directory.read_weights(SOURCE, {**model, **head_buffers(self.model)})
+            if best := chosen_step(record["candidates"]):
+                self.directory.read_weights(f"best-{best}", model)
 
     def pretrain_posts(self) -> None:
         """Before anything is encoded: pretrain the encoder of the posts, if there is one; a resumed run reads what it wrote."""
         self.posts_steps = 0
         if not self.pretrains or not self.model.threads:
             return
-        path = self.directory.weights_path(PRETRAINED)
-        if self.directory.persistent and path.is_file():
-            weights = self.directory.read_weights(PRETRAINED)
-            self.posts_steps = int(weights.pop(STEPS))
-            self.model.load_pretrained(weights)
-            return
+        steps = torch.tensor(0)
+        if self.directory.persistent and self.directory.weights_path(PRETRAINED).exists():
+            try:
+                weights = self.directory.read_weights(PRETRAINED, {**self.model.pretrained_weights(), STEPS: steps})
+            except RequestError as error:
+                logger.warning("%s; the encoder is pretrained again", error)
+            else:
+                self.posts_steps = int(weights.pop(STEPS))
+                self.model.load_pretrained(weights)
+                return
         started, corpora = time.monotonic(), [self.inputs.labeled, self.inputs.target]
         self.posts_steps = pretraining.pretrain_model(self.model, corpora, self.settings, self.progress)
         self.seconds[pretraining.STAGE] = time.monotonic() - started
@@ -398,9 +419,11 @@ class Run:
         """
         state = checkpoints.random_state(self.generator)
         for number, part in enumerate(self.left_out_parts()):
-            if not self.directory.has_left_out_part(number):
-                self.directory.write_left_out_part(number, self.left_out_model(part))
-            self.left_out.append(self.directory.read_left_out_part(number, part.kind, part.name))
+            result = self.directory.read_left_out_part(number, part.kind, part.name)
+            if result is None:
+                result = self.left_out_model(part)
+                self.directory.write_left_out_part(number, result)
+            self.left_out.append(result)
         checkpoints.restore_random_state(state, self.generator)
 
     def left_out_parts(self) -> list[Part]:
@@ -487,13 +510,24 @@ class Run:
             source=source or self.inputs.source_stream, target=target, progress=self.progress, optimizer=optimizer,
             schedule=schedule, record=self.record_line, after_step=after_step,
             last_step=self.last_step if stage == "adapt" else None,
+            before_stop=lambda done: self.checkpoint(trainer, done),
+            describe=None if stage == pretraining.STAGE else self.name_texts,
         )  # fmt: skip
         return trainer
+
+    def name_texts(self, kind: str, rows: list[int]) -> list[str]:
+        """Return file and row of some texts of the labeled or the target batches, for messages."""
+        corpus = self.inputs.target if kind == "target" else self.inputs.labeled
+        return [corpus.where(row) for row in rows]
 
     def begin_stage(self, trainer: Trainer, tensors: dict[str, Tensor], number: int) -> None:
         """Seed a fresh stage, or restore a resumed one."""
         if tensors:
-            checkpoints.restore(tensors, trainer, self.candidates.prior.alignment, self.generator)
+            try:
+                checkpoints.restore(tensors, trainer, self.candidates.prior.alignment, self.generator)
+            except (RequestError, RuntimeError, TypeError) as error:  # a random state of another length
+                path = None if self.resumed is None else self.resumed.path
+                raise RequestError(f"{path}: {error}; remove this folder, and --resume goes on from an older one") from error
         else:
             torch.manual_seed(self.settings.seed * 10 + number)
 
@@ -512,8 +546,10 @@ class Run:
         offsets = {pretraining.STAGE: 0, "source": before_source, "adapt": before_source + self.source_steps + 1}
         tensors = checkpoints.collect(trainer, self.candidates.prior.alignment, self.generator)
         self.directory.checkpoints.write(f"step-{offsets[trainer.name] + done}", tensors, record)
-        # Only now the older best weights are no longer needed by any checkpoint.
-        self.directory.keep_best(self.candidates.chosen_step)
+        # Only now the older best weights are no longer needed by any checkpoint: the one before is kept too.
+        best = self.candidates.chosen_step
+        self.directory.keep_best({self.kept_best, best})
+        self.kept_best = best
         self.saved = time.monotonic()
 
     def record_line(self, line: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mtem.data.cache import file_fingerprint, fingerprint_of
 from mtem.errors import RequestError
+from mtem.models import integrity
 from mtem.models.base import Model
 from mtem.run.source_model import data_identity
 from mtem.selection.rehearsed import Rehearsal
@@ -36,9 +37,11 @@ def write_pretrained(path: Path, model: Model) -> None:
 
 def begin_pretrained(model: Model, path: Path) -> None:
     """Give the model the weights that `write_pretrained` wrote."""
-    weights, own = read_tensors(path), model.pretrained_weights()
-    if {name: value.shape for name, value in weights.items()} != {name: value.shape for name, value in own.items()}:
-        raise RequestError(f"{path}: does not fit this model; rehearse again")
+    weights = read_tensors(path)
+    try:
+        integrity.check_tensors(weights, model.pretrained_weights(), str(path), advice="")
+    except RequestError as error:
+        raise RequestError(f"{error}: does not fit this model; rehearse again") from error
     model.load_pretrained(weights)
 
 

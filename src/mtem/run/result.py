@@ -147,18 +147,15 @@ class Adapted:
 
     def _read_source_weights(self, directory: RunDirectory) -> dict[str, Tensor]:
         """Return the trained weights of the model before the adaptation. Refuse an incomplete or damaged file."""
-        path = directory.weights_path(SOURCE)
-        try:
-            source_weights = directory.read_weights(SOURCE)
-        except Exception as error:  # safetensors has an error type of its own
-            raise RequestError(f"{path}: cannot be read ({error}); {integrity.AGAIN}") from error
         frozen = self.record.get("resolved", {}).get("frozen_layers", 0)
         depths = self.model.depths() if frozen else {}
         buffers = weights.head_buffers(self.model)
         trained = {name for name, _ in self.model.named_parameters() if not frozen or depths[name] > frozen} | set(buffers)
         expected = {name: value for name, value in weights.everything(self.model).items() if name in trained}
-        integrity.check_tensors(source_weights, expected, str(path))
-        return source_weights
+        try:
+            return directory.read_weights(SOURCE, expected)
+        except RequestError as error:
+            raise RequestError(f"{error}; {integrity.AGAIN}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run directory. Each file is written whole or not at all, run.json last."""

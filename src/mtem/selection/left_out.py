@@ -164,8 +164,30 @@ def to_tensors(results: Sequence[LeftOut]) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor], descriptions: Sequence[Mapping[str, Any]]) -> list[LeftOut]:
-    """Return what `to_tensors` wrote; `descriptions` has the kind and the name of each."""
-    return [
-        LeftOut(about["kind"], about["name"], *(tensors[f"{number}.{name}"].numpy() for name in _ARRAYS))
-        for number, about in enumerate(descriptions)
-    ]
+    """Return what `to_tensors` wrote; `descriptions` has the kind and the name of each.
+
+    Raises
+    ------
+    ValueError
+        If an array is missing, or is not of the shape and kind that it was written with.
+    """
+    results = []
+    for number, about in enumerate(descriptions):
+        for name in _ARRAYS:
+            value = tensors.get(f"{number}.{name}")
+            if value is None:
+                raise ValueError(f"{number}.{name} is missing")
+            of_labels = name.endswith("labels")
+            if value.dim() != (1 if of_labels else 2) or value.is_floating_point() == of_labels:
+                raise ValueError(f"{number}.{name} has another shape or type")
+            if not bool(torch.isfinite(value).all()):
+                raise ValueError(f"{number}.{name} is not finite")
+        arrays = {name: tensors[f"{number}.{name}"].numpy() for name in _ARRAYS}
+        classes = {arrays[name].shape[1] for name in _ARRAYS if name.endswith("logits")}
+        pairs = (("logits", "labels"), ("held_out_logits", "held_out_labels"))
+        if len(classes) > 1 or any(len(arrays[one]) != len(arrays[other]) for one, other in pairs):
+            raise ValueError(f"the sizes of {number}.logits and the arrays beside it differ")
+        if any(len(arrays[name]) and not 0 <= arrays[name].min() <= arrays[name].max() < min(classes) for _, name in pairs):
+            raise ValueError(f"{number}.labels has classes that the logits lack")
+        results.append(LeftOut(about["kind"], about["name"], **arrays))
+    return results

@@ -14,6 +14,7 @@ from scipy.special import stdtrit
 
 from mtem.atomic import read_json
 from mtem.errors import RequestError
+from mtem.schema import NUMBER
 from mtem.selection.accuracy_estimate import Estimate
 from mtem.selection.left_out import LeftOut, from_tensors
 from mtem.tensors import read_tensors
@@ -22,6 +23,21 @@ SOURCE_ONLY = "source-only"
 RECORD, LEFT_OUT = "rehearsal.json", "left-out.safetensors"
 # The spread of estimate errors over domains before any was seen: a deviation of 2 points, worth two domains.
 ASSUMED_ERROR, ASSUMED_DOMAINS = 0.02, 2
+_BY_DOMAIN: dict[Any, Any] = {str: NUMBER}
+_ADVICE: dict[Any, Any] = {
+    "method": str, "settings": dict, "adapt": bool, "gains": _BY_DOMAIN, "mean": NUMBER, "low": (*NUMBER, None),
+    "high": (*NUMBER, None), "score": NUMBER, "accuracy_before": _BY_DOMAIN, "accuracy_after": _BY_DOMAIN,
+    "errors_before": _BY_DOMAIN, "errors_after": _BY_DOMAIN, "temperature_before": NUMBER, "temperature_after": NUMBER,
+    "shares": [[NUMBER]], "confidence": [NUMBER],
+}  # fmt: skip
+_ENTRY: dict[Any, Any] = {"sha256": (str, None), "texts?": (str, None), "domain?": (str, None)}
+# An unfinished rehearsal, and a finished one, as far as what reads them depends on it.
+UNFINISHED: dict[Any, Any] = {"status": str, "data": [_ENTRY], "resolved?": {str: dict}}
+FINISHED: dict[Any, Any] = {
+    **UNFINISHED, "model": str, "preset": str, "classes": [str], "settings": dict, "advice": {str: _ADVICE}, "recommended": str,
+    "why": str, "rehearsed": [str], "left_out": [{"kind": str, "name": str}], "metric": str, "notes": [str],
+    "trials": [{"method": str, "domain": str}],
+}  # fmt: skip
 OUTSIDE = 0.05  # how far shares and confidence may lie outside what was rehearsed before a warning
 
 
@@ -99,18 +115,24 @@ class Rehearsal:
         path = Path(path)
         if not (path / RECORD).is_file():
             raise RequestError(f"{path}: holds no rehearsal ({RECORD}); give the --output folder of 'mtem rehearse'")
-        record = read_json(path / RECORD)
-        if not isinstance(record, dict) or "status" not in record:
-            raise RequestError(f"{path / RECORD}: is not the record of a rehearsal; rehearse again")
+        again = "rehearse again"
+        record = read_json(path / RECORD, {"status": str}, again)
         if record["status"] != "done":
             raise RequestError(f"{path}: this rehearsal is not finished; finish it with 'mtem rehearse ... --resume'")
+        record = read_json(path / RECORD, FINISHED, again)
+        wrong = [
+            name for name, advice in record["advice"].items()
+            if len(advice["shares"]) != 2 or any(len(row) != len(record["classes"]) for row in advice["shares"])
+            or len(advice["confidence"]) != 2 or min(advice["temperature_before"], advice["temperature_after"]) <= 0
+        ]  # fmt: skip
+        if wrong or record["recommended"] not in {SOURCE_ONLY, *record["advice"]}:
+            raise RequestError(f"{path / RECORD}: is damaged (advice for {(wrong or [record['recommended']])[0]}); {again}")
         try:
-            left_out = from_tensors(read_tensors(path / LEFT_OUT), record["left_out"])
-            rehearsal = cls(record, left_out, path)
-            rehearsal.advice(rehearsal.method)
-        except Exception as error:  # safetensors has an error type of its own
-            raise RequestError(f"{path}: is damaged ({type(error).__name__}: {error}); rehearse again") from error
-        return rehearsal
+            return cls(record, from_tensors(read_tensors(path / LEFT_OUT), record["left_out"]), path)
+        except RequestError as error:
+            raise RequestError(f"{error}; {again}") from error
+        except ValueError as error:
+            raise RequestError(f"{path / LEFT_OUT}: is damaged ({error}); {again}") from error
 
     @property
     def method(self) -> str:
@@ -130,7 +152,7 @@ class Rehearsal:
     def advice(self, method: str) -> Advice | None:
         """Return the advice for a method; None if it was not tried."""
         found = self.record["advice"].get(method)
-        return None if found is None else Advice(**found)
+        return None if found is None else Advice(**{field.name: found[field.name] for field in dataclasses.fields(Advice)})
 
     def left_out(self) -> list[LeftOut]:
         """Return logits of the source models for the domains that they were trained without."""

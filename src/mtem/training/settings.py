@@ -141,6 +141,9 @@ class TrainingSettings:
     activation_checkpointing: bool = setting(
         False, "keep only the inputs of the layers, and compute the rest again in the backward pass: less memory, more time"
     )
+    max_skipped_steps: int = setting(
+        10, "steps of a stage that may be skipped because their loss or gradient is not finite; one more ends the run", low=0
+    )
     log_every: int = setting(10, "steps between two lines of the history", low=1)
     checkpoint_seconds: float = setting(60.0, "time between two checkpoints", low=0.0)
 

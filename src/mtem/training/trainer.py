@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -9,19 +10,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mtem import schedules
+from mtem import interrupts, schedules
 from mtem.capture import is_recording
 from mtem.errors import RunError
 from mtem.memory import release_free_memory
 from mtem.methods.base import Batch, Method, StepLog
 from mtem.progress import Progress
 from mtem.training.graphs import Capture, StepGraphs, find_capture
+from mtem.training.guard import Describe, StepGuard
 from mtem.training.optimizer import make_optimizer
+from mtem.training.rewind import StepStart, use_less_memory
 from mtem.training.settings import TrainingSettings
 from mtem.training.streams import Stream
 
 RELEASE_EVERY = 3  # steps on a CPU between two releases of free memory
 QUANTILE_SAMPLE = 20_000  # largest number of indexes that quantiles in the history are computed from
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -51,6 +56,10 @@ class Trainer:
         Called with every line of the history.
     after_step
         Called after each step with the number of steps done: evaluations and checkpoints happen here.
+    before_stop
+        Called with the number of steps done if a signal ends the run after this step (see `mtem.interrupts`).
+    describe
+        Returns file and row of texts, for messages on losses that are not finite.
     """
 
     def __init__(
@@ -70,9 +79,12 @@ class Trainer:
         capture: Capture | None = None,
         record: Callable[[dict[str, Any]], None] = lambda line: None,
         after_step: Callable[[int], None] = lambda done: None,
+        before_stop: Callable[[int], None] = lambda done: None,
+        describe: Describe | None = None,
     ) -> None:
         self.method, self.settings, self.name, self.steps, self.base_learning_rate = method, settings, name, steps, learning_rate
         self.source, self.target, self.progress, self.record, self.after_step = source, target, progress, record, after_step
+        self.before_stop = before_stop
         self.schedule = schedule or settings.schedule
         self.last_step = steps if last_step is None else last_step
         capture = find_capture(method, settings) if capture is None else capture
@@ -83,6 +95,13 @@ class Trainer:
         scaled = method.model.precision is torch.float16
         self.scaler = torch.amp.GradScaler(method.model.device.type, enabled=scaled)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        deferred = self._fused and (method.model.device.type == "cuda" or capture is not None)
+        self.guard = StepGuard(
+            method, name, settings.max_skipped_steps, deferred=deferred, batches=self._batches, describe=describe,
+            record=lambda line: self.record(line),
+        )  # fmt: skip
+        self._updates = 0  # of the current step
+        self._several_updates = True  # in a step; not known before the first
         self._norm: Tensor | None = None
         self._learning_rate = learning_rate
 
@@ -93,27 +112,55 @@ class Trainer:
     def run(self, first: int = 0) -> None:
         """Run the steps from number `first` on."""
         on_cpu = self.method.model.device.type == "cpu"
-        with self.progress.stage(self.name, self.last_step):
+        with self.progress.stage(self.name, self.last_step), interrupts.deferred():
             self.progress.advance(first)
             for step in range(first, self.last_step):
                 self._set_learning_rate(step)
-                source, target = self.source(step), self.target(step) if self.target is not None else None
-                try:
-                    log = (self._step if self.graphs is None else self.graphs.step)(step, source, target)
-                except torch.OutOfMemoryError as error:
-                    raise RunError(
-                        f"{self.name}, step {step + 1}: out of GPU memory; set microbatches=5 or activation_checkpointing=true "
-                        "(the same results in more time), a smaller batch_size (of the pretraining: pretrain_batch_size) or "
-                        "max_length, or frozen_layers"
-                    ) from error
+                log = self._attempt(step, *self._batches(step))
+                self.guard.end(step, log)
                 last = step + 1 == self.last_step
                 if step % self.settings.log_every == 0 or last:
+                    self.guard.look()
                     self._log(step, log)
                 else:
                     self.progress.advance(step + 1)
                 self.after_step(step + 1)
+                if interrupts.pending():
+                    self.before_stop(step + 1)
+                    interrupts.stop()
                 if on_cpu and step % RELEASE_EVERY == 0:
                     release_free_memory()
+            self.guard.finish()
+
+    def _batches(self, step: int) -> tuple[Batch, Batch | None]:
+        return self.source(step), self.target(step) if self.target is not None else None
+
+    def _attempt(self, step: int, source: Batch, target: Batch | None) -> StepLog:
+        """Take a step; out of memory, take it again from the same state with the batch in smaller parts."""
+        while True:
+            start = StepStart(self, copy=self._several_updates and not (self.graphs and self.graphs.active))
+            self.guard.begin()
+            self._updates = 0
+            try:
+                log = (self._step if self.graphs is None else self.graphs.step)(step, source, target)
+            except torch.OutOfMemoryError as error:
+                failure = error.with_traceback(None)  # its frames keep the tensors of the step
+            else:
+                self._several_updates = self._updates > 1
+                return log
+            self.graphs = None  # they keep memory, and cannot pass a batch in parts
+            now = use_less_memory(self.method.model, source) if start.restore(self._updates) else None
+            if now is None:
+                raise RunError(
+                    f"{self.name}, step {step + 1}: out of GPU memory; set microbatches=5 or activation_checkpointing=true "
+                    "(the same results in more time), a smaller batch_size (of the pretraining: pretrain_batch_size) or "
+                    "max_length, or frozen_layers"
+                ) from failure
+            self.guard.restore()
+            logger.warning(
+                "%s, step %d: out of GPU memory; it is taken again, and the rest of the stage, with %s", self.name, step + 1, now
+            )
+            self.record({"stage": "notice", "of": self.name, "step": step + 1, "out_of_memory": now})
 
     def _step(self, number: int, source: Batch, target: Batch | None) -> StepLog:
         # Only source training has no target batches, and its method ignores them.
@@ -136,9 +183,19 @@ class Trainer:
                     parameter.grad = gradient.contiguous() if parameter.grad is None else parameter.grad.add_(gradient)
         if before_step is not None:
             before_step()
+        norm: Tensor | None = None
         if self.settings.max_grad_norm:
             self.scaler.unscale_(self.optimizer)
-            self._norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+            self._norm = norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+        elif not self.scaler.is_enabled():
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self._updates += 1
+        bad = self.guard.check_update(loss, None if self.scaler.is_enabled() else norm)
+        if self.guard.deferred and self._fused and not self.scaler.is_enabled():
+            self.optimizer.found_inf = bad  # type: ignore[attr-defined]  # read by the fused kernels: with 1 they change nothing
+        elif bad is not None and not self.guard.deferred:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
         known = len(self.optimizer.state)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -194,9 +251,6 @@ class Trainer:
 
     def _log(self, step: int, log: dict[str, Tensor | float]) -> None:
         figures = {name: float(value) for name, value in log.items()}
-        for name, value in figures.items():
-            if name.endswith("loss") and not math.isfinite(value):
-                raise RunError(f"{self.name}, step {step + 1}: {name} is {value}; try a smaller learning rate")
         line: dict[str, Any] = {"stage": self.name, "step": step + 1, "learning_rate": self._learning_rate}
         line |= {name: value if math.isfinite(value) else None for name, value in figures.items()}
         shown = {name.replace("_", " "): value for name, value in figures.items() if name != "gradient_norm"}

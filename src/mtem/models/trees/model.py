@@ -244,14 +244,12 @@ class BigcnModel(Model):
                     f"{directory}: its {features.name} features have width {features.width}, but its config.json says "
                     f"{record['width']}; {integrity.AGAIN}"
                 )
-            network = BiGCN(
-                features.width, len(classes), record["hidden"], record["graph_dropout"], record["drop_edge"],
-                record.get("root_hidden", 0), record.get("head_dropout", 0.0),
-            )  # fmt: skip
-            if record["cosine_temperature"] is not None:
-                network.head = CosineHead(network.head, record["cosine_temperature"])
             weights = read_tensors(directory / integrity.WEIGHTS)
-            integrity.check_tensors(weights, network.state_dict(), f"{directory}: {integrity.WEIGHTS}")
+            with torch.device("meta"):  # sizes out of a damaged file take no memory
+                integrity.check_tensors(
+                    weights, _network(record, features.width, len(classes)).state_dict(), f"{directory}: {integrity.WEIGHTS}"
+                )
+            network = _network(record, features.width, len(classes))
             network.load_state_dict(weights)
             model = cls(network, features, classes, centred=record.get("centred", False))
             if record.get("has_centre", False):
@@ -494,6 +492,17 @@ def _fit(posts: Iterable[str], settings: BigcnSettings, max_length: int) -> Post
         assert settings.vectors is not None
         return Vectors.fit(posts, settings.vectors)
     return Embeddings.find(settings.encoder, max_length)
+
+
+def _network(record: Mapping[str, Any], width: int, classes: int) -> BiGCN:
+    """Return the network that a config.json describes, with new weights."""
+    network = BiGCN(
+        width, classes, record["hidden"], record["graph_dropout"], record["drop_edge"],
+        record.get("root_hidden", 0), record.get("head_dropout", 0.0),
+    )  # fmt: skip
+    if record["cosine_temperature"] is not None:
+        network.head = CosineHead(network.head, record["cosine_temperature"])
+    return network
 
 
 def _checked_classes(names: Any, directory: Path) -> list[str]:
