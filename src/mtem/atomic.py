@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mtem.errors import DiskFullError, RequestError, RunError
+from mtem.files import check_writable, special_kind
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOTHING_WRITTEN = "nothing was written: make room and run again"
@@ -39,8 +40,10 @@ def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or a folder, which replaces `path` when the block ends without an error.
 
     After an error the temporary path is removed and `path` is as it was before. The parent folder is created if it does not
-    exist.
+    exist. A named pipe or a device is refused, not replaced.
     """
+    if kind := special_kind(path):
+        raise RequestError(f"{path}: is {kind}; name a regular file to write to")
     target = _resolved(path)
     with disk_errors(path, _RUN_AGAIN):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,11 +60,10 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
     Raises
     ------
     RequestError
-        If the path is a folder, its parent does not exist, or it cannot be written to.
+        If the path is a folder, a named pipe or a device, its parent does not exist, or it cannot be written to.
     """
+    check_writable(path)
     target = _resolved(path)
-    if target.is_dir():
-        raise RequestError(f"{path}: is a folder; name a file to write to")
     with disk_errors(path), _beside(target) as temporary:
         try:
             stream = open(temporary, "xb")  # noqa: SIM115 (closed below, before it is renamed)
