@@ -252,7 +252,7 @@ def predict_file(
     taken = set(existing)
     if clash := next((name for name in added if name in taken), None):
         raise _column_exists(str(path), clash)
-    if output.resolve() == path.resolve():
+    if os.path.realpath(output) == os.path.realpath(path):
         raise RequestError(f"{output}: the predictions would overwrite their input; give another --output")
     rows = empty = 0
     counts = dict.fromkeys(model.classes, 0)

@@ -138,7 +138,7 @@ def _unknown(name: str, known: Mapping[str, object]) -> str:
         return f"unknown setting '{name}': it is now called '{RENAMED[name]}'"
     similar = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{similar[0]}'? There are" if similar else "there are"
-    return f"unknown setting '{name}': {hint} {', '.join(sorted(known))}"
+    return f"unknown setting '{_shown(name)}': {hint} {', '.join(sorted(known))}"
 
 
 def _parse(name: str, annotation: Any, value: Any) -> Any:
@@ -180,7 +180,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> Any:
     """Return the value, if it is one of the field's choices and inside its bounds."""
     choices, low, high = (field.metadata.get(key) for key in ("choices", "low", "high"))
     if choices and value is not None and value not in choices:
-        raise RequestError(f"setting {field.name}={value}: expected one of {', '.join(map(str, choices))}")
+        raise RequestError(f"setting {field.name}={_shown(value)}: expected one of {', '.join(map(str, choices))}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         least, most = (-math.inf if low is None else low), (_LARGEST if high is None else high)
         # Whole numbers beyond the range of floats can be compared with floats, but not converted.
@@ -200,6 +200,7 @@ def _shown(value: Any) -> str:
         text = value if isinstance(value, str) else repr(value)
     except ValueError:  # a whole number of more digits than Python converts
         text = "a number of thousands of digits"
+    text = text if text.isprintable() else repr(text)
     return text if len(text) <= 60 else f"{text[:50]}… ({len(text)} characters)"
 
 

@@ -121,19 +121,21 @@ def main() -> None:
         _fail(str(error) + (" with --resume" if resume else ""), 1)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error) or type(error).__name__, 1)
+    except KeyboardInterrupt:
+        raise
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             _fail("interrupted" + CONTINUE.get(_command(), ""), INTERRUPTED)
         raise
-    except Exception as error:  # what nobody foresaw
+    except BaseException as error:  # what nobody foresaw; errors of libraries in Rust are no Exception
         _fail(_unforeseen(error), 1)
 
 
 def _run(debug: bool) -> None:
     try:
         app()
-    except Exception:
-        if debug:
+    except BaseException as error:
+        if debug and not isinstance(error, SystemExit):
             traceback.print_exc()
         raise
 
@@ -147,7 +149,7 @@ def _take_debug(arguments: list[str]) -> bool:
     return True
 
 
-def _unforeseen(error: Exception) -> str:
+def _unforeseen(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory; give smaller files, or a smaller batch_size and max_length"
     reason = next(iter(str(error).strip().splitlines()), "")[:300]

@@ -166,9 +166,7 @@ class _Position:
         self.blank = self.blank + self.pending if blank else 0
         self.pending = 0
         if self.blank_rows > MOST_BLANK_ROWS or self.blank > LARGEST_RECORD:
-            raise RequestError(
-                f"{self.path}: row {self.row}: {self.blank_rows} blank rows in a row; the file is damaged: remove them"
-            )
+            raise RequestError(f"{self.path}: row {self.row}: {self.blank_rows} blank rows one after the other; remove them")
 
 
 def _lines(path: str | Path, stream: IO[bytes], newline: str, position: _Position) -> Iterator[str]:
