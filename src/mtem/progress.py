@@ -80,7 +80,8 @@ class Progress:
         self._line(text, style="yellow")
 
     def _line(self, text: str, style: str = "") -> None:
-        self.console.print(Text(visible(text), style=style), soft_wrap=not self.console.is_terminal, highlight=False)
+        wrap: dict[str, Any] = {"overflow": "ignore", "crop": False} if self.console.is_terminal else {"soft_wrap": True}
+        self.console.print(Text(visible(text), style=style), highlight=False, **wrap)
 
     @contextmanager
     def stage(self, name: str, total: int | None) -> Iterator[Progress]:

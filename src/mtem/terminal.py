@@ -42,6 +42,10 @@ class Terminal(Console):
         super().__init__(highlight=False, **options)
         self.soft_wrap = not self.is_terminal
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; a word that is longer than a line, such as a path, stays whole."""
+        super().print(*objects, **{"overflow": "ignore", "crop": False, **options})
+
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """Render with control characters written out; those of rich itself are marked as such, and stay."""
         for segment in super().render(renderable, options):

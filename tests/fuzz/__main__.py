@@ -1,4 +1,4 @@
-"""Fuzz every reader: ``python -m tests.fuzz --cases 20000``. The exit code is 1 if a case fails; each is printed with its number."""
+"""Fuzz every reader: ``python -m tests.fuzz --cases 20000``. Each failure is printed with its number; then the exit code is 1."""
 
 from __future__ import annotations
 

@@ -27,9 +27,10 @@ NUMBERS = (
 )  # fmt: skip
 COLUMNS = ("text", "label", "Text", "LABEL", "nodes", "id", "prediction", "confidence", "review", "domain", "row", "", " ")
 TOKENS = (
-    b"", b"\0", b"\xff", b"\xff\xfe", b"\xef\xbb\xbf", b'"', b'""', b",", b"\n", b"\r", b"\r\n", b"\t", b"{", b"}", b"[", b"]", b":",
-    b"null", b"true", b"NaN", b"Infinity", b"-", b"1e999", b"9" * 400, b"\\ud800", b"\\", b"\x1f\x8b", b"PAR1", b"PK\x03\x04",
-    b"<review>", b"</review>", b"../", b"\x80\x80", b"\x00\x00\x00\x80", b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff\xff\xff\xff\xff",
+    b"", b"\0", b"\xff", b"\xff\xfe", b"\xef\xbb\xbf", b'"', b'""', b",", b"\n", b"\r", b"\r\n", b"\t", b"{", b"}", b"[", b"]",
+    b":", b"null", b"true", b"NaN", b"Infinity", b"-", b"1e999", b"9" * 400, b"\\ud800", b"\\", b"\x1f\x8b", b"PAR1",
+    b"PK\x03\x04", b"<review>", b"</review>", b"../", b"\x80\x80",
+    b"\x00\x00\x00\x80", b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff\xff\xff\xff\xff",
 )  # fmt: skip
 
 

@@ -43,12 +43,12 @@ def command(*arguments: Any) -> tuple[int, str, str]:
     """The command line in this process: (exit code, standard output, standard error)."""
     out, err = io.StringIO(), io.StringIO()
     code: Any = 0
-    with mock.patch.object(sys, "argv", ["mtem", *map(str, arguments)]):
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                main.main()
-            except SystemExit as stop:
-                code = stop.code or 0
+    argv = mock.patch.object(sys, "argv", ["mtem", *map(str, arguments)])
+    with argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main.main()
+        except SystemExit as stop:
+            code = stop.code or 0
     return code, out.getvalue(), err.getvalue()
 
 
@@ -128,7 +128,7 @@ def labels_of_5000_digits(folder: Path, shop: Workshop) -> None:
 
 @failure
 def a_json_number_of_5000_digits(folder: Path, shop: Workshop) -> None:
-    no_prediction(shop, put(folder / "a.jsonl", '{"text": %s}\n' % ("9" * 5000)), words="row 1: not usable JSON")  # noqa: UP031
+    no_prediction(shop, put(folder / "a.jsonl", '{"text": %s}\n' % ("9" * 5000)), words="row 1: not usable JSON")
 
 
 @failure
@@ -197,9 +197,9 @@ def changed_model(shop: Workshop, place: Path, file: str, changes: dict[str, Any
 @failure
 def many_columns(folder: Path, shop: Workshop) -> None:
     names = ",".join(f"c{k}" for k in range(100_000))
-    path = put(folder / "a.csv", f"text,label,{names}\n" + "".join(f"word{k},good{',1' * 100_000}\n" for k in range(3)))
+    path = put(folder / "a.csv", f"text,label,{names}\n" + f"word1,good{',1' * 100_000}\n")
     rows = predicted(shop, path, ".csv")
-    assert len(rows) == 3 and len(rows[0]) == 100_004
+    assert len(rows) == 1 and len(rows[0]) == 100_004
     accepted("evaluate", shop.folder / "run", path)
     table = pa.table({"text": ["word1"], **{f"c{k}": [1] for k in range(20_000)}})
     pq.write_table(table, folder / "b.parquet")
@@ -266,9 +266,9 @@ def gzip_bombs(folder: Path, shop: Workshop) -> None:
     # Members one after the other are one stream: a gigabyte and more in a file of a megabyte.
     for name, begin, byte in (
         ("line.csv.gz", b"text\n", b"x"), ("line.jsonl.gz", b'{"text": "', b"x"), ("nul.csv.gz", b"text\n", b"\0"),
-        ("quote.csv.gz", b'text\n"', b"x\n"), ("spaces.jsonl.gz", b"", b" "), ("fields.csv.gz", b"text\n", b","),
+        ("quote.csv.gz", b'text\n"', b"x" * 63 + b"\n"), ("spaces.jsonl.gz", b"", b" "), ("fields.csv.gz", b"text\n", b","),
     ):  # fmt: skip
-        path = put(folder / name, gzip.compress(begin) + gzip.compress(byte * (1 << 24)) * 64)
+        path = put(folder / name, gzip.compress(begin) + gzip.compress(byte * ((1 << 24) // len(byte)), 1) * 64)
         no_prediction(shop, path, words=": row ")
     path = put(folder / "bomb.parquet.gz", gzip.compress(b"\0" * (1 << 25), 1) * 30)
     no_prediction(shop, path, words="expands to more than")
@@ -276,12 +276,11 @@ def gzip_bombs(folder: Path, shop: Workshop) -> None:
 
 @failure
 def parquet_bombs(folder: Path, shop: Workshop) -> None:
-    text = "word1 " * 170_000
-    notes = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), [text])
-    pq.write_table(pa.table({"text": ["word1"] * 3000, "note": notes}), folder / "repeated.parquet")
-    done = accepted("predict", shop.folder / "run", folder / "repeated.parquet", "--output", folder / "out.jsonl.gz", "--quiet")
-    assert "3000 rows" in done
-    big = pa.table({"text": pa.array([text * 300], pa.large_string())})
+    text = "word1 " * 150_000
+    notes = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000, pa.int32()), [text])
+    pq.write_table(pa.table({"text": ["word1"] * 50_000, "note": notes}), folder / "repeated.parquet")
+    assert sum(len(record["note"]) for _, record in readers.read_rows(folder / "repeated.parquet")) == 50_000 * len(text)
+    big = pa.table({"text": pa.array([text] * 320, pa.large_string())})
     pq.write_table(big, folder / "page.parquet", compression="zstd", use_dictionary=False)
     no_prediction(shop, folder / "page.parquet", words="such files are refused")
 

@@ -176,7 +176,8 @@ def amazon_files(draw: Random) -> dict[str, bytes]:
 def pheme_files(draw: Random) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for number in range(draw.randrange(1, 3)):
-        place = f"pheme/{draw.choice(('ottawa-all-rnr-threads', 'x', '..', chr(27)))}/{draw.choice(('rumours', 'non-rumours'))}/{number}"
+        event, label = draw.choice(("ottawa-all-rnr-threads", "x", "..", "\x1b")), draw.choice(("rumours", "non-rumours"))
+        place = f"pheme/{event}/{label}/{number}"
         for reply in range(3):
             tweet: Any = {"id": 10 * number + reply, "text": "so", "created_at": "Wed Jan 07 11:06:08 +0000 2015"}
             tweet |= {"in_reply_to_status_id": 10 * number if reply else None}

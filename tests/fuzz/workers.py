@@ -36,7 +36,9 @@ class Outcome(NamedTuple):
     peak: int
 
 
-def run_all(cases: Iterable[Case], shop: Path, run: Callable[[Case, Path], None], jobs: int = 1) -> Iterator[Outcome]:
+def run_all(
+    cases: Iterable[Case], shop: Path, run: Callable[[Case, Path], None], jobs: int = 1, memory: int = MEMORY
+) -> Iterator[Outcome]:
     """Yield the outcome of every case, in the order in which they end.
 
     Parameters
@@ -49,9 +51,11 @@ def run_all(cases: Iterable[Case], shop: Path, run: Callable[[Case, Path], None]
         Runs a case in a process; it must be a function of a module.
     jobs
         Number of processes.
+    memory
+        Bytes that a process may have.
     """
     waiting = iter(cases)
-    workers = [_Worker(shop, run) for _ in range(jobs)]
+    workers = [_Worker(shop, run, memory) for _ in range(jobs)]
     try:
         idle = list(workers)
         busy: list[_Worker] = []
@@ -74,8 +78,8 @@ def run_all(cases: Iterable[Case], shop: Path, run: Callable[[Case, Path], None]
 
 
 class _Worker:
-    def __init__(self, shop: Path, run: Callable[[Case, Path], None]) -> None:
-        self.shop, self.run = shop, run
+    def __init__(self, shop: Path, run: Callable[[Case, Path], None], memory: int) -> None:
+        self.shop, self.run, self.memory = shop, run, memory
         self.process: Any = None
         self.done = 0
 
@@ -84,7 +88,7 @@ class _Worker:
             self.end()
             context = multiprocessing.get_context("spawn")
             self.connection, theirs = context.Pipe()
-            self.process = context.Process(target=_serve, args=(theirs, self.shop, self.run), daemon=True)
+            self.process = context.Process(target=_serve, args=(theirs, self.shop, self.run, self.memory), daemon=True)
             self.process.start()
             theirs.close()
             self.connection.recv()  # the imports, which are not the case's, are done
@@ -107,19 +111,20 @@ class _Worker:
             self.end()
             return Outcome(self.case, f"the process ended with {code}", seconds, 0)
         if seconds > SECONDS:
-            self.end()
+            self.end(patience=0)
             return Outcome(self.case, f"hangs: no answer in {SECONDS:.0f} seconds", seconds, 0)
         return None
 
-    def end(self) -> None:
+    def end(self, patience: float = 10.0) -> None:
         if self.process is not None:
+            self.connection.close()  # an idle process ends by itself, and leaves what coverage has counted
+            self.process.join(patience)
             self.process.kill()
             self.process.join()
-            self.connection.close()
             self.process = None
 
 
-def _serve(connection: Connection, shop: Path, run: Callable[[Case, Path], None]) -> None:
+def _serve(connection: Connection, shop: Path, run: Callable[[Case, Path], None], memory: int) -> None:
     import torch
 
     import tests.fuzz.cases  # noqa: F401 (what the cases need)
@@ -142,7 +147,7 @@ def _serve(connection: Connection, shop: Path, run: Callable[[Case, Path], None]
         except BaseException as error:
             problem = "".join(traceback.format_exception(error))[-4000:]
         peak = peak_memory()
-        if not problem and peak > MEMORY:
+        if not problem and peak > memory:  # the peak stays, so a failure ends the process
             problem = f"took {peak >> 20} MB of memory"
         connection.send((problem, peak))
 
