@@ -80,8 +80,7 @@ class Progress:
         self._line(text, style="yellow")
 
     def _line(self, text: str, style: str = "") -> None:
-        wrap: dict[str, Any] = {"overflow": "ignore", "crop": False} if self.console.is_terminal else {"soft_wrap": True}
-        self.console.print(Text(visible(text), style=style), highlight=False, **wrap)
+        self.console.print(Text(visible(text), style=style), soft_wrap=not self.console.is_terminal, highlight=False)
 
     @contextmanager
     def stage(self, name: str, total: int | None) -> Iterator[Progress]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segment
+from rich.text import Text
 
 # Control characters but for tab and line feed, marks that reverse the direction of a text, and lone surrogates (bytes of a path
 # that are not UTF-8, which cannot be printed at all).
@@ -43,8 +46,13 @@ class Terminal(Console):
         self.soft_wrap = not self.is_terminal
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; a word that is longer than a line, such as a path, stays whole."""
-        super().print(*objects, **{"overflow": "ignore", "crop": False, **options})
+        """Print. On a terminal a word that is longer than a line, such as a path, stays whole, so that it can be copied."""
+        text = objects[0] if len(objects) == 1 else None
+        if isinstance(text, Text) and self.is_terminal and any(cell_len(word) > self.width for word in text.plain.split()):
+            lines = textwrap.wrap(text.plain, self.width, break_long_words=False, break_on_hyphens=False)
+            objects = (Text("\n".join(lines), style=text.style),)
+            options |= {"overflow": "ignore", "crop": False}
+        super().print(*objects, **options)
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """Render with control characters written out; those of rich itself are marked as such, and stay."""
