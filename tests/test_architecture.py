@@ -13,22 +13,8 @@ SRC = Path(__file__).parents[1] / "src"
 
 # From the bottom up: a package imports packages before it and itself, never those after it. docs/design.md explains the order.
 PACKAGES = (
-    (
-        "__init__",
-        "errors",
-        "settings",
-        "progress",
-        "processes",
-        "schema",
-        "interrupts",
-        "atomic",
-        "locks",
-        "tensors",
-        "capture",
-        "dropout",
-        "memory",
-        "recompute",
-    ),
+    ("__init__", "errors", "settings", "terminal", "progress", "processes", "files", "schema", "interrupts", "atomic", "locks"),
+    ("tensors", "capture", "dropout", "memory", "recompute"),
     ("tsallis", "annealing", "schedules"),
     ("metrics",),
     ("metagrad",),

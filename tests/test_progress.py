@@ -77,7 +77,8 @@ def test_quiet_lets_only_notices_through(terminal, clock):
     progress.say("resuming")
     progress.notice("[b]three empty texts[/b] dropped " + "x" * 100)
     assert "resuming" not in stream.getvalue() and "adapt" not in stream.getvalue()
-    assert "[b]three empty texts[/b] dropped" in stream.getvalue() and stream.getvalue().count("\n") == 1
+    assert "[b]three empty texts[/b] dropped" in stream.getvalue()
+    assert stream.getvalue().count("\n") == (3 if terminal else 1)  # on a terminal lines are broken
 
 
 class Outlook:

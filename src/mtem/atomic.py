@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from mtem import interrupts
 from mtem.errors import DiskFullError, RequestError, RunError
+from mtem.files import check_writable, special_kind
 from mtem.schema import Schema, find_problem
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -55,8 +56,10 @@ def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or a folder, which replaces `path` when the block ends without an error.
 
     After an error the temporary path is removed and `path` is as it was before. The parent folder is created if it does not
-    exist.
+    exist. A named pipe or a device is refused, not replaced.
     """
+    if kind := special_kind(path):
+        raise RequestError(f"{path}: is {kind}; name a regular file to write to")
     target = _resolved(path)
     with disk_errors(path, _RUN_AGAIN):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,11 +76,10 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
     Raises
     ------
     RequestError
-        If the path is a folder, its parent does not exist, or it cannot be written to.
+        If the path is a folder, a named pipe or a device, its parent does not exist, or it cannot be written to.
     """
+    check_writable(path)
     target = _resolved(path)
-    if target.is_dir():
-        raise RequestError(f"{path}: is a folder; name a file to write to")
     clear_parts(target.parent, target.name, older_than=ABANDONED)
     with disk_errors(path), _beside(target) as temporary:
         try:

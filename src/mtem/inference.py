@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ TOKENS_PER_BATCH = 8192
 TOKENS_PER_BATCH_CPU = 1024  # large enough for the matrix products, small enough for the processor's caches
 MIN_BATCHES_PER_THREAD = 4  # with fewer batches, a copy of the model for each thread is not worth its cost
 ROWS_AT_ONCE = 4096  # rows of a file in memory at a time
+BYTES_AT_ONCE = 1 << 27  # of these rows, about
 
 
 class Outputs(NamedTuple):
@@ -217,6 +217,7 @@ def predict_file(
     *,
     text_column: str | None = None,
     all_probabilities: bool = False,
+    raw: bool = False,
     progress: Progress | None = None,
 ) -> Predicted:
     """Predict every row of a file; memory does not grow with the file.
@@ -233,6 +234,9 @@ def predict_file(
         Column of the texts; by default the usual names are searched for.
     all_probabilities : bool
         Whether to add a column "probability CLASS" for every class.
+    raw : bool
+        Whether texts that a spreadsheet would take for formulas are written to CSV and TSV as they are, instead of with an
+        apostrophe in front.
     progress : Progress, optional
         Shows the number of rows done.
 
@@ -245,14 +249,15 @@ def predict_file(
     existing = readers.columns(path)
     columns = records.find_file_columns(path, text_column=text_column)
     added = ["prediction", "confidence", *([f"probability {name}" for name in model.classes] if all_probabilities else [])]
-    if clash := next((name for name in added if name in existing), None):
+    taken = set(existing)
+    if clash := next((name for name in added if name in taken), None):
         raise _column_exists(str(path), clash)
-    if output.resolve() == path.resolve():
+    if os.path.realpath(output) == os.path.realpath(path):
         raise RequestError(f"{output}: the predictions would overwrite their input; give another --output")
     rows = empty = 0
     counts = dict.fromkeys(model.classes, 0)
-    with Writer(output, columns=[*existing, *added]) as writer:
-        for block in _blocks(readers.read_rows(path), ROWS_AT_ONCE):
+    with Writer(output, columns=[*existing, *added], spreadsheet=not raw) as writer:
+        for block in _blocks(readers.read_rows(path)):
             for row, record in block:  # a JSON line may have keys that the first line has not
                 if clash := next((name for name in added if name in record), None):
                     raise _column_exists(f"{path}: row {row}", clash)
@@ -279,7 +284,15 @@ def _column_exists(where: str, column: str) -> RequestError:
     return RequestError(f"{where}, column {column!r}: the predictions would overwrite this column; rename it")
 
 
-def _blocks(items: Iterable[tuple[int, dict[str, Any]]], size: int) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-    items = iter(items)
-    while block := list(itertools.islice(items, size)):
+def _blocks(items: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    """Yield records in lists of `ROWS_AT_ONCE`, or fewer if they are large."""
+    block: list[tuple[int, dict[str, Any]]] = []
+    size = 0
+    for row, record in items:
+        block.append((row, record))
+        size += records.size_of(record)
+        if len(block) == ROWS_AT_ONCE or size >= BYTES_AT_ONCE:
+            yield block
+            block, size = [], 0
+    if block:
         yield block

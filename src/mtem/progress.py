@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from mtem.terminal import Terminal, visible
+
 
 class _Bar(Bar):
     """A bar with the figures, and the time left of the whole run, on separate lines: 80 columns are too few for all."""
@@ -61,7 +63,7 @@ class Progress:
     outlook: Outlook | None = None
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or Terminal(stderr=True)
         self.quiet = quiet
         self._bar: _Bar | None = None
         self._task: TaskID | None = None
@@ -78,7 +80,7 @@ class Progress:
         self._line(text, style="yellow")
 
     def _line(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style), soft_wrap=True, highlight=False)
+        self.console.print(Text(visible(text), style=style), soft_wrap=not self.console.is_terminal, highlight=False)
 
     @contextmanager
     def stage(self, name: str, total: int | None) -> Iterator[Progress]:

@@ -40,6 +40,9 @@ RENAMED = {
     "weight_rate": "weight_learning_rate",
 }
 
+# No setting means anything beyond, and with larger numbers of steps or texts arithmetic overflows.
+_LARGEST = 1e15
+
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -135,14 +138,14 @@ def _unknown(name: str, known: Mapping[str, object]) -> str:
         return f"unknown setting '{name}': it is now called '{RENAMED[name]}'"
     similar = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{similar[0]}'? There are" if similar else "there are"
-    return f"unknown setting '{name}': {hint} {', '.join(sorted(known))}"
+    return f"unknown setting '{_shown(name)}': {hint} {', '.join(sorted(known))}"
 
 
 def _parse(name: str, annotation: Any, value: Any) -> Any:
     """Return the value in the field's type, parsed if it is text."""
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     options = typing.get_args(annotation) if is_union else (annotation,)
-    error = RequestError(f"setting {name}={value if isinstance(value, str) else repr(value)}: expected {_describe_type(options)}")
+    error = RequestError(f"setting {name}={_shown(value)}: expected {_describe_type(options)}")
     if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and type(None) in options):
         if type(None) in options:
             return None
@@ -164,7 +167,10 @@ def _parse(name: str, annotation: Any, value: Any) -> Any:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         value = int(value)  # a NumPy integer is not an int
     if float in options and isinstance(value, int) and not isinstance(value, bool) and int not in options:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise RequestError(f"setting {name}={_shown(value)}: expected a number of at most 1e308") from None
     if isinstance(value, bool) or not isinstance(value, tuple(option for option in options if option is not type(None))):
         raise error
     return value
@@ -174,13 +180,28 @@ def _check(field: dataclasses.Field[Any], value: Any) -> Any:
     """Return the value, if it is one of the field's choices and inside its bounds."""
     choices, low, high = (field.metadata.get(key) for key in ("choices", "low", "high"))
     if choices and value is not None and value not in choices:
-        raise RequestError(f"setting {field.name}={value}: expected one of {', '.join(map(str, choices))}")
+        raise RequestError(f"setting {field.name}={_shown(value)}: expected one of {', '.join(map(str, choices))}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        least, most = (-math.inf if low is None else low), (math.inf if high is None else high)
-        if not math.isfinite(value) or not least <= value <= most:
+        least, most = (-math.inf if low is None else low), (_LARGEST if high is None else high)
+        # Whole numbers beyond the range of floats can be compared with floats, but not converted.
+        if value != value or not max(least, -_LARGEST) <= value <= most:
             bounds = f"a value of at least {low}" if high is None else f"a value between {low} and {high}"
-            raise RequestError(f"setting {field.name}={value}: expected {bounds if low is not None else 'a finite number'}")
+            if low is None:
+                bounds = "a finite number"
+            if high is None and value == value and value > _LARGEST:
+                bounds = f"a value of at most {_LARGEST:g}"
+            raise RequestError(f"setting {field.name}={_shown(value)}: expected {bounds}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, cut if it is long."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:  # a whole number of more digits than Python converts
+        text = "a number of thousands of digits"
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 60 else f"{text[:50]}… ({len(text)} characters)"
 
 
 def _describe_type(options: tuple[Any, ...]) -> str:

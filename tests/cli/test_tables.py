@@ -48,3 +48,14 @@ def test_metrics_of_probabilities():
     probabilities = np.array([[0.9, 0.1], [0.3, 0.7]])
     assert "log loss" in shown(evaluate([0, 1], [0, 1], ["a", "b"], probabilities))
     assert "log loss" not in shown(evaluate([0, 1], [0, 1], ["a", "b"]))
+
+
+def test_of_many_classes_the_most_frequent_confusions():
+    classes = [f"class {k}" for k in range(1000)]
+    truth = np.arange(1000).repeat(2)
+    predicted = np.where(truth == 7, 9, truth)
+    stream = io.StringIO()
+    print_metrics(evaluate(truth, predicted, classes), Console(file=stream, width=80))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) < 1010 and "the most frequent confusions of 1000 classes; --json has them all" in lines
+    assert lines[-1].split() == ["class", "7", "class", "9", "2"]

@@ -3,10 +3,13 @@
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mtem.data.corpus import Corpus, check_source, check_target, label_name, sort_classes
 from mtem.data.loading import load_corpus
 from mtem.data.threads import Thread, dump
+from tests.conftest import examples
 from tests.corpora import refusal, reviews, table
 
 
@@ -142,3 +145,23 @@ def test_columns_may_be_cut_into_different_chunks():
     cut = pa.chunked_array([table.column("tree").slice(0, 4).combine_chunks(), table.column("tree").slice(4).combine_chunks()])
     other = Corpus(table.set_column(1, "tree", cut), corpus.name, corpus.fingerprint, files=corpus.files)
     assert other.threads([5, 0, 4, 3]) == [threads(6)[i] for i in (5, 0, 4, 3)] and other.texts([5]) == ["post 5"]
+
+
+@examples(100)
+@given(st.lists(st.integers(min_value=-(10**30), max_value=10**30)))
+def test_classes_that_are_numbers_are_in_numeric_order(numbers):
+    assert [int(name) for name in sort_classes(map(str, numbers))] == sorted(numbers)
+
+
+def test_numbers_of_more_digits_than_python_converts():
+    long = "9" * 5000
+    assert sort_classes([long, "-" + long, "7", "-7", "00", "-" + "8" * 5000]) == (
+        "-" + long,
+        "-" + "8" * 5000,
+        "-7",
+        "00",
+        "7",
+        long,
+    )
+    with pytest.raises(TypeError, match="digits"):
+        label_name(10**5000)

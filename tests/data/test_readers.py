@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mtem.data import formats, readers
 from mtem.data.readers import columns, read_rows
 from mtem.data.writers import Writer
 from mtem.errors import RequestError
@@ -147,3 +148,28 @@ def test_json_reader_agrees_with_plain_json(tmp_path):
     records = [{"a": i, "b": [i, None, "ü"]} for i in range(100)]
     path = put(tmp_path, "a.jsonl", "\n".join(json.dumps(r) for r in records))
     assert [record for _, record in read_rows(path)] == records
+
+
+# Rows without end
+
+
+@pytest.mark.parametrize(
+    "name, data", [("a.csv", "text\n" + "x" * 101), ("a.csv", 'text\n"' + "x\n" * 51), ("a.jsonl", '{"text": "' + "x" * 100)]
+)
+def test_a_row_without_end(tmp_path, monkeypatch, name, data):
+    monkeypatch.setattr(readers, "LARGEST_RECORD", 100)
+    refusal(put(tmp_path, name, data), f"row {2 if name == 'a.csv' else 1}", "more than 100 characters in one row")
+
+
+@pytest.mark.parametrize("name, first", [("a.csv", "text\nx\n"), ("a.jsonl", '{"text": "x"}\n')])
+def test_blank_rows_without_end(tmp_path, monkeypatch, name, first):
+    monkeypatch.setattr(readers, "MOST_BLANK_ROWS", 10)
+    last = "y\n" if name == "a.csv" else '{"text": "y"}\n'
+    assert len(list(read_rows(put(tmp_path, name, first + "\n" * 10 + last + "\n" * 10)))) == 2
+    refusal(put(tmp_path, name, first + "\n" * 11 + last), "blank rows one after the other")
+
+
+def test_too_many_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "MOST_COLUMNS", 50)
+    assert len(columns(put(tmp_path, "a.csv", ",".join(f"c{k}" for k in range(50)) + "\n"))) == 50
+    refusal(put(tmp_path, "b.csv", ",".join(f"c{k}" for k in range(51)) + "\n"), "51 columns")

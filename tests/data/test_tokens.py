@@ -2,12 +2,14 @@
 
 import errno
 import multiprocessing
+import random
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mtem.data import tokens
 from mtem.data.loading import load_corpus
 from mtem.data.tokens import Tokens, tokenize, tokenizer_fingerprint
 from mtem.errors import RunError
@@ -137,3 +139,63 @@ def test_in_memory():
     assert tokens.lengths.tolist() == [2, 0, 1] and tokens.ids(0).tolist() == [1, 2] and tokens.ids(1).tolist() == []
     assert len(Tokens.of_ids([])) == 0
     assert len(Tokens.of_ids([[1]] * 9000)) == 9000
+
+
+# Long texts
+
+
+def trained(kind):
+    """A tokenizer of that kind, trained on a few words."""
+    special = {"special_tokens": ["[PAD]", "[UNK]"], "show_progress": False}
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+        trainer = trainers.BpeTrainer(vocab_size=400, **special)
+    elif kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=200, unk_token="[UNK]", **special)
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        trainer = trainers.WordPieceTrainer(vocab_size=200, **special)
+    tokenizer.train_from_iterator([long_text(seed, 200) for seed in range(20)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def long_text(seed, words, separators=(" ", "  ", "\n", "\t ", "\u00a0", " \u0301")):
+    draw = random.Random(seed)
+    letters = "abcdefgé中ß'-."
+    return "".join("".join(draw.choices(letters, k=draw.randint(1, 12))) + draw.choice(separators) for _ in range(words))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece"])
+def test_long_texts_are_cut_before_they_are_tokenized(kind):
+    tokenizer = trained(kind)
+    texts = [long_text(seed, 3000) for seed in range(6)]
+    texts += ["word" + " " * 20_000 + texts[0], texts[0].replace(" ", "")[:20_000] + " " + texts[1], "x" * 30_000, " " * 30_000]
+    for max_length in (4, 32, 200):
+        for text in texts:
+            assert tokens.encode([text], tokenizer, max_length) == tokens._ids([text], tokenizer, max_length)
+    assert len(tokens._beginning(texts[0], tokenizer, 32)) < 2000 < len(texts[0])
+
+
+def test_texts_are_read_from_the_other_end_too():
+    tokenizer = trained("wordpiece")
+    tokenizer.truncation_side = "left"
+    text = long_text(0, 3000)
+    assert tokens.encode([text], tokenizer, 8) == tokens._ids([text], tokenizer, 8)
+
+
+def test_white_space_without_end(monkeypatch):
+    monkeypatch.setattr(tokens, "LONGEST_TEXT", 5000)
+    read = []
+    ids = tokens._ids
+
+    def counted(texts, *rest):
+        read.extend(map(len, texts))
+        return ids(texts, *rest)
+
+    monkeypatch.setattr(tokens, "_ids", counted)
+    tokens.encode(["a" + " " * 100_000 + "b"], trained("bpe"), 4)
+    assert max(read) <= 5000

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from mtem.data.readers import columns, read_rows
-from mtem.data.writers import Writer
+from mtem.data.writers import Writer, without_formula
 from mtem.errors import RequestError, RunError
 from tests.conftest import examples
 
@@ -175,3 +175,21 @@ def test_full_disk_when_flushing(tmp_path, monkeypatch):
     with pytest.raises(RunError, match=r"a\.csv: the disk is full"), Writer(tmp_path / "a.csv") as out:
         out.write({"a": 1})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("cell", ["=1+1", "+x", "-x", "@a", "\t=1", "\r=1", " =1", "-1+1", "\uff1d1"])
+def test_formulas(cell):
+    assert without_formula(cell) == "'" + cell
+
+
+@pytest.mark.parametrize("cell", ["", "a=1", "1", "-1", "+1.5", "-1e-5", ".5", "'=1", "x -1"])
+def test_no_formulas(cell):
+    assert without_formula(cell) == cell
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".csv.gz"])
+def test_files_for_spreadsheets(tmp_path, ending):
+    for spreadsheet, expected in ((True, [{"'=a": "'=1"}]), (False, [{"=a": "=1"}])):
+        with Writer(tmp_path / f"x{ending}", spreadsheet=spreadsheet) as out:
+            out.write({"=a": "=1"})
+        assert [record for _, record in read_rows(tmp_path / f"x{ending}")] == expected

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+import mtem
 from mtem.errors import RequestError
 from mtem.models import encoders
 from mtem.models.text import TextModel
@@ -47,10 +48,13 @@ def test_code_in_a_model_directory_never_runs(encoder, tmp_path, model_type):
     tokenizer = json.loads((place / "tokenizer_config.json").read_text())
     tokenizer["auto_map"] = {"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]}
     (place / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    if model_type == "bert":  # the library's own class serves
-        assert type(TextModel.create(place, CLASSES).network).__module__.startswith("transformers.")
-    else:
-        assert "could not be loaded" in refused(place)
+    assert "config.json names code to run (own.OwnConfig)" in refused(place)
+    with pytest.raises(RequestError, match="names code to run"):  # as 'mtem predict' loads it
+        mtem.load(place)
+    config = json.loads((place / "config.json").read_text())
+    del config["auto_map"]
+    (place / "config.json").write_text(json.dumps(config))
+    assert "tokenizer_config.json names code to run" in refused(place)
     assert not ran.exists()
 
 

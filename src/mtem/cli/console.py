@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from mtem import interrupts
 from mtem.errors import RequestError
 from mtem.progress import Progress
+from mtem.terminal import Terminal
 
 if TYPE_CHECKING:
     from mtem.run.result import Adapted
 
-out = Console(soft_wrap=True, highlight=False)
+out = Terminal()
 
 Column = Annotated[str | None, typer.Option(help="Name of the column; the usual names are found without it.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")]

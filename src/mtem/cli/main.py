@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
 from mtem import interrupts
 from mtem.cli.console import out
 from mtem.errors import DiskFullError, RequestError, RunError
+from mtem.terminal import Terminal, visible
 
 # name -> (module, function, the first line of its help)
 COMMANDS = {
@@ -40,6 +41,7 @@ COMMANDS = {
     "cost": ("mtem_paper.cost_command", "cost", "Measure time, memory and error of a step with each gradient engine."),
 }
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how the threads of a CPU wait for each other
+DEBUG = "--debug"
 INTERRUPTED = 130  # exit code of typer for Ctrl-C
 CONTINUE = {
     "adapt": "; the same command with --resume continues",
@@ -102,6 +104,7 @@ def _version(requested: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option(DEBUG, help="Print the traceback of an error too; for every command.")] = False,
 ) -> None:
     """Adapt a text classifier to a domain without labels."""
 
@@ -112,20 +115,50 @@ def main() -> None:
     SIGTERM (143) and SIGHUP (129) are handled as Ctrl-C is.
     """
     wait_without_spinning()
+    debug = _take_debug(sys.argv)
     try:
         with interrupts.handled():
-            app()
+            _run(debug)
     except RequestError as error:
         _fail(str(error), 2)
     except RunError as error:
         resume = isinstance(error, DiskFullError) and _command() in ("adapt", "rehearse")  # the others just run again
         _fail(str(error) + (" with --resume" if resume else ""), 1)
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error) or type(error).__name__, 1)
+    except KeyboardInterrupt:
+        raise
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             _fail(interrupts.ending() + CONTINUE.get(_command(), ""), interrupts.exit_code())
         raise
+    except BaseException as error:  # what nobody foresaw; errors of libraries in Rust are no Exception
+        _fail(_unforeseen(error), 1)
+
+
+def _run(debug: bool) -> None:
+    try:
+        app()
+    except BaseException as error:
+        if debug and not isinstance(error, SystemExit):
+            traceback.print_exc()
+        raise
+
+
+def _take_debug(arguments: list[str]) -> bool:
+    """Take the option that every command has out of the arguments; return whether it was there."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    if DEBUG not in arguments[1:end]:
+        return False
+    arguments[1:end] = [argument for argument in arguments[1:end] if argument != DEBUG]
+    return True
+
+
+def _unforeseen(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "out of memory; give smaller files, or a smaller batch_size and max_length"
+    reason = next(iter(str(error).strip().splitlines()), "")[:300]
+    return f"unexpected error: {type(error).__name__}: {reason}; {DEBUG} prints where it happened"
 
 
 def wait_without_spinning() -> None:
@@ -143,8 +176,7 @@ def _command() -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    line = Text(f"mtem: {' '.join(message.splitlines())}", style="red")
-    Console(stderr=True, soft_wrap=True, highlight=False).print(line)
+    Terminal(stderr=True).print(Text(visible(f"mtem: {' '.join(message.splitlines())}"), style="red"))
     sys.exit(code)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mtem.metrics import Metrics
+from mtem.terminal import visible
 
 NAME_WIDTH = 24  # of a class in a table
+LARGEST_MATRIX = 50  # classes
+CONFUSIONS = 30  # printed instead of a larger matrix
 
 
 def print_metrics(metrics: Metrics, console: Console, unit: str = "texts") -> None:
@@ -26,14 +30,14 @@ def print_metrics(metrics: Metrics, console: Console, unit: str = "texts") -> No
     Notes
     -----
     The columns of the matrix are headed by class names if they fit the console, otherwise by class numbers; if these do not fit
-    either, the matrix continues below.
+    either, the matrix continues below. Of more than `LARGEST_MATRIX` classes the most frequent confusions are printed instead.
     """
     headline = f"accuracy {metrics.accuracy:.4f}   macro-F1 {metrics.macro_f1:.4f}"
     if metrics.log_loss is not None:
         headline += f"   log loss {metrics.log_loss:.4f}   calibration error {metrics.calibration_error:.4f}"
     console.print(Text(f"{headline}   {metrics.n} {unit}", style="bold"))
 
-    names = [_shortened(class_metrics.name) for class_metrics in metrics.per_class]
+    names = [shorten(class_metrics.name) for class_metrics in metrics.per_class]
     table = Table(box=None, pad_edge=False)
     for column in ("class", "precision", "recall", "F1", "F1 if all", "avg precision", unit):
         table.add_column(column, justify="left" if column == "class" else "right", no_wrap=True)
@@ -45,6 +49,28 @@ def print_metrics(metrics: Metrics, console: Console, unit: str = "texts") -> No
     console.print(table)
     console.print(Text(f"F1 if all: F1 of predicting this class for all {unit}", style="dim"))
 
+    if len(names) > LARGEST_MATRIX:
+        _print_confusions(metrics, names, console)
+    else:
+        _print_matrix(metrics, names, console)
+
+
+def _print_confusions(metrics: Metrics, names: list[str], console: Console) -> None:
+    """Print which classes are most often taken for which."""
+    wrong = metrics.confusion.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:CONFUSIONS]
+    table = Table(box=None, pad_edge=False)
+    for column in ("true", "predicted", "count"):
+        table.add_column(column, justify="right" if column == "count" else "left", no_wrap=True)
+    for true, predicted in zip(*np.unravel_index(order, wrong.shape), strict=True):
+        if wrong[true, predicted]:
+            table.add_row(Text(names[true]), Text(names[predicted]), str(wrong[true, predicted]))
+    console.print(f"\nthe most frequent confusions of {len(names)} classes; --json has them all")
+    console.print(table)
+
+
+def _print_matrix(metrics: Metrics, names: list[str], console: Console) -> None:
     cells = [[str(count) if count else "·" for count in row] for row in metrics.confusion.tolist()]
     digits = max(len(cell) for row in cells for cell in row)
     heads, rows = names, names
@@ -69,6 +95,10 @@ def print_metrics(metrics: Metrics, console: Console, unit: str = "texts") -> No
         console.print(table)
 
 
-def _shortened(name: str) -> str:
-    """Cut the middle out of a long name: names often differ at their ends."""
+def shorten(name: str) -> str:
+    """Return a name for the console: control characters visible, and the middle of a long one cut out, not its end.
+
+    Names often differ at their ends.
+    """
+    name = visible(name)
     return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH // 2] + "…" + name[1 - NAME_WIDTH // 2 :]

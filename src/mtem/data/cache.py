@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from mtem.atomic import ABANDONED, atomic_write, clear_parts, disk_errors
 from mtem.errors import RequestError
+from mtem.files import open_regular
 
 
 def cache_directory() -> Path:
@@ -56,16 +57,12 @@ def cache_folder(name: str, cache: str | Path | None = None) -> Path:
 def file_fingerprint(path: str | Path) -> str:
     """Return the sha256 of a file as hexadecimal digits."""
     digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as stream:
+    with open_regular(path) as stream:
+        try:
             while chunk := stream.read(1 << 20):
                 digest.update(chunk)
-    except FileNotFoundError:
-        raise RequestError(f"{path}: no such file; check the path") from None
-    except IsADirectoryError:
-        raise RequestError(f"{path}: is a folder; name a file in it") from None
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror}); check the file and its permissions") from None
+        except OSError as error:
+            raise RequestError(f"{path}: cannot be read ({error.strerror}); check the file and its permissions") from None
     return digest.hexdigest()
 
 

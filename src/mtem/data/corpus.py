@@ -16,13 +16,14 @@ import pyarrow.compute as pc
 
 from mtem.data.cache import cache_folder, fingerprint_of, stored_table
 from mtem.data.threads import Thread, dump, parse
-from mtem.data.values import encodable
+from mtem.data.values import encodable, number_text
 from mtem.errors import RequestError
 
 _BATCH_ROWS = 8192
 _IN_MEMORY = 1 << 26  # a selection with more bytes of text than this is stored in the cache, not in memory
 _WHOLE_FLOAT = re.compile(r"[+-]?[0-9]{1,400}\.0*")
 _WORD_SEPARATOR = re.compile(r"(?<=[^\W\d_])[\s_-]+(?=[^\W\d_])")  # not the sign of a number
+_NINES_COMPLEMENT = str.maketrans("0123456789", "9876543210")
 _NOT_ALPHANUMERIC = re.compile(r"[\W_]+")
 
 
@@ -158,7 +159,8 @@ class Corpus:
             alike = next((name for name in classes if spelling(name) == spelling(label)), None)
             advice = "" if alike is None else f"; write {alike!r} if this is the same class"
             raise RequestError(
-                f"{self.where(i)}{self.label_column(i)}: label {label!r} is unknown; the classes are {listed(classes)}{advice}"
+                f"{self.where(i)}{self.label_column(i)}: label {shortened(repr(label))} is unknown; "
+                f"the classes are {listed(classes)}{advice}"
             )
         return np.asarray(positions.to_numpy(), np.int64)
 
@@ -289,12 +291,18 @@ class Corpus:
 
 
 def label_name(value: Any) -> str:
-    """Return a label as a class name; 1, 1.0 and "1" are the same class."""
+    """Return a label as a class name; 1, 1.0 and "1" are the same class.
+
+    Raises
+    ------
+    TypeError
+        If it is a whole number of more digits than Python converts.
+    """
     if isinstance(value, (bool, np.bool_)):
         return str(bool(value))
     if isinstance(value, numbers.Integral):
-        return str(int(value))
-    if isinstance(value, numbers.Real):
+        return number_text(int(value))
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
         return str(int(value)) if float(value).is_integer() else str(float(value))  # type: ignore[call-overload]
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
@@ -306,8 +314,16 @@ def sort_classes(labels: Iterable[str]) -> tuple[str, ...]:
     """Return the labels in numeric order if all are whole numbers, else in alphabetical order."""
     labels = list(labels)
     if all(re.fullmatch(r"[+-]?[0-9]+", label) for label in labels):
-        return tuple(sorted(labels, key=lambda label: (int(label), label)))
+        return tuple(sorted(labels, key=_numeric_order))
     return tuple(sorted(labels))
+
+
+def _numeric_order(label: str) -> tuple[int, int, str, str]:
+    """Return a key that sorts whole numbers of any length; Python converts only some thousand digits."""
+    digits = label.lstrip("+-").lstrip("0")
+    if label.startswith("-") and digits:
+        return -1, -len(digits), digits.translate(_NINES_COMPLEMENT), label
+    return 1, len(digits), digits, label
 
 
 def check_source(corpus: Corpus) -> None:
@@ -367,8 +383,13 @@ def domain_column(domain: str, length: int) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(np.zeros(length, np.int32)), pa.array([domain], pa.string()))
 
 
+def shortened(text: str, length: int = 100) -> str:
+    """Return a text of at most `length` characters, for messages."""
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
 def listed(names: Iterable[str]) -> str:
     """Return names in quotes, for messages; of many, the first twenty."""
     names = list(names)
-    shown = ", ".join(repr(name) for name in names[:20])
+    shown = ", ".join(shortened(repr(name)) for name in names[:20])
     return shown + (f" and {len(names) - 20} more" if len(names) > 20 else "") if names else "none"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from mtem.errors import RequestError
@@ -17,6 +19,8 @@ FORMATS = {
 }
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 PARQUET_BATCH = 1024  # records read or written at once
+LARGEST_RECORD = 1 << 25  # characters in a row of a text file: no text is that long, a damaged or hostile file may be
+MOST_COLUMNS = 1_000_000
 
 
 def file_format(path: str | Path) -> tuple[str, bool]:
@@ -56,3 +60,17 @@ def bare_name(path: str | Path) -> str:
     if path.suffix.lower() == ".gz":
         path = path.with_suffix("")
     return path.stem if path.suffix.lower() in FORMATS else path.name
+
+
+def check_names(names: Sequence[str], where: str) -> None:
+    """Check the names of the columns of a table.
+
+    Raises
+    ------
+    RequestError
+        If a name occurs twice, or there are more than `MOST_COLUMNS`.
+    """
+    if len(names) > MOST_COLUMNS:
+        raise RequestError(f"{where}: has {len(names)} columns; tables of up to {MOST_COLUMNS} are read")
+    if repeated := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise RequestError(f"{where}: column {repeated!r} occurs twice; rename one")

@@ -11,21 +11,21 @@ import csv
 import gzip
 import io
 import json
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from mtem.atomic import disk_errors
-from mtem.data.formats import DELIMITERS, PARQUET_BATCH, file_format
+from mtem.data import parquet
+from mtem.data.formats import DELIMITERS, LARGEST_RECORD, check_names, file_format
 from mtem.errors import RequestError
+from mtem.files import open_regular
 
 _LARGEST_FIELD = 2**31 - 1  # the largest limit the csv module accepts on every platform
+MOST_BLANK_ROWS = 1_000_000  # one after the other
+_BOMB_BYTES, _BOMB_RATIO = 1 << 28, 200  # gzipped Parquet that expands further is refused
 _GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
@@ -40,7 +40,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     format_name, _ = file_format(path)
     with _open(path) as stream:
         if format_name == "parquet":
-            yield from _parquet_rows(path, stream)
+            yield from parquet.read_rows(path, stream)
         elif format_name == "json":
             yield from _json_rows(path, stream)
         else:
@@ -73,7 +73,7 @@ def columns(path: str | Path) -> list[str]:
     format_name, _ = file_format(path)
     with _open(path) as stream:
         if format_name == "parquet":
-            return list(_open_parquet(path, stream).schema_arrow.names)
+            return parquet.read_schema(path, stream)
         if format_name == "json":
             return next((list(record) for _, record in _json_rows(path, stream)), [])
         return _table_rows(path, stream, DELIMITERS[format_name])[0]
@@ -84,16 +84,9 @@ def _open(path: str | Path) -> Iterator[IO[bytes]]:
     """Open a file and yield its decompressed bytes; gzipped Parquet is unpacked to a temporary file, which can seek."""
     format_name, gzipped = file_format(path)
     with contextlib.ExitStack() as stack:
-        try:
-            stream: Any = stack.enter_context(open(path, "rb"))
-            start = stream.read(4)
-            stream.seek(0)
-        except FileNotFoundError:
-            raise RequestError(f"{path}: no such file; check the path") from None
-        except IsADirectoryError:
-            raise RequestError(f"{path}: is a folder; name a file in it") from None
-        except OSError as error:
-            raise RequestError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+        stream: Any = stack.enter_context(open_regular(path))
+        start = stream.read(4)
+        stream.seek(0)
         if not start:
             raise RequestError(f"{path}: the file is empty (0 bytes); check how it was written")
         if gzipped:
@@ -110,11 +103,19 @@ def _decompressed(path: str | Path, stream: Any) -> Iterator[IO[bytes]]:
     with tempfile.TemporaryFile(prefix="mtem-") as decompressed:
         try:
             with disk_errors(tempfile.gettempdir()):
-                shutil.copyfileobj(stream, decompressed, 1 << 20)
+                _unpack(path, stream, decompressed)
         except _GZIP_ERRORS as error:
             raise _gzip_error(path, 0, error) from None
         decompressed.seek(0)
         yield decompressed
+
+
+def _unpack(path: str | Path, stream: IO[bytes], decompressed: IO[bytes]) -> None:
+    most = max(_BOMB_BYTES, _BOMB_RATIO * Path(path).stat().st_size)
+    while block := stream.read(1 << 20):
+        decompressed.write(block)
+        if decompressed.tell() > most:
+            raise RequestError(f"{path}: expands to more than {most >> 20} MB; such files are refused: write it without .gz")
 
 
 def _gzip_error(path: str | Path, row: int, error: Exception) -> RequestError:
@@ -140,27 +141,56 @@ def _check_text(path: str | Path, row: int, column: str | None, text: str) -> No
         ) from None
 
 
-def _lines(path: str | Path, stream: IO[bytes], newline: str, last_row: list[int]) -> Iterator[str]:
-    """Yield the lines of a text file; `last_row` holds the last complete row, for the message if the gzip data ends early."""
+class _Position:
+    """Where a reader of lines is: the last complete row, and how much was read since.
+
+    A few kilobytes of gzip can be gigabytes in one row, or blank lines without end, so both are bounded.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self.row, self.pending, self.blank_rows, self.blank = path, 0, 0, 0, 0
+
+    def add(self, line: str) -> None:
+        """Count a line, which may be a part of a row."""
+        self.pending += len(line)
+        if self.pending > LARGEST_RECORD:
+            raise RequestError(
+                f"{self.path}: row {self.row + 1}: more than {LARGEST_RECORD} characters in one row; the file is damaged, "
+                "has a quote that is not closed, or is not a table"
+            )
+
+    def end_row(self, blank: bool) -> None:
+        """Count a complete row."""
+        self.row += 1
+        self.blank_rows = self.blank_rows + 1 if blank else 0
+        self.blank = self.blank + self.pending if blank else 0
+        self.pending = 0
+        if self.blank_rows > MOST_BLANK_ROWS or self.blank > LARGEST_RECORD:
+            raise RequestError(f"{self.path}: row {self.row}: {self.blank_rows} blank rows one after the other; remove them")
+
+
+def _lines(path: str | Path, stream: IO[bytes], newline: str, position: _Position) -> Iterator[str]:
+    """Yield the lines of a text file; `position` has the last complete row, for the message if the gzip data ends early."""
     # Bytes that are not UTF-8 become lone surrogates here, so that a later check can name their row and column.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
     first = True
     try:
-        for line in text:
+        while line := text.readline(LARGEST_RECORD + 1):
+            position.add(line)
             if first and line[:2] in ("\udcff\udcfe", "\udcfe\udcff"):
                 raise RequestError(f"{path}: row 1: starts with the byte order mark of UTF-16; save the file as UTF-8")
             first = False
             yield line
     except _GZIP_ERRORS as error:
-        raise _gzip_error(path, last_row[0], error) from None
+        raise _gzip_error(path, position.row, error) from None
 
 
 def _json_rows(path: str | Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    last_row = [0]
+    position = _Position(path)
     empty = True
-    for row, line in enumerate(_lines(path, stream, "\n", last_row), start=1):
+    for row, line in enumerate(_lines(path, stream, "\n", position), start=1):
         if line.isspace():
-            last_row[0] = row
+            position.end_row(blank=True)
             continue
         _check_text(path, row, None, line)
         try:
@@ -176,7 +206,7 @@ def _json_rows(path: str | Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[
             got = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}.get(type(record), "a number")
             raise RequestError(f"{path}: row {row}: expected an object, got {got}; every line must be one JSON object")
         empty = False
-        last_row[0] = row
+        position.end_row(blank=False)
         yield row, record
     if empty:
         raise RequestError(f"{path}: the file is empty; write one JSON object per line")
@@ -184,8 +214,8 @@ def _json_rows(path: str | Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[
 
 def _table_rows(path: str | Path, stream: IO[bytes], delimiter: str) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     csv.field_size_limit(_LARGEST_FIELD)
-    last_row = [0]
-    rows = _numbered(path, csv.reader(_lines(path, stream, "", last_row), delimiter=delimiter, strict=True), last_row)
+    position = _Position(path)
+    rows = _numbered(path, csv.reader(_lines(path, stream, "", position), delimiter=delimiter, strict=True), position)
     row, names = next(rows, (0, []))
     if not row:
         raise RequestError(f"{path}: the file is empty; the first row must name the columns")
@@ -193,10 +223,9 @@ def _table_rows(path: str | Path, stream: IO[bytes], delimiter: str) -> tuple[li
         _check_text(path, row, None, name)
     if not any(name.strip() for name in names):
         raise RequestError(f"{path}: row {row}: the header is missing; the first row must name the columns")
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError(f"{path}: row {row}: column {repeated!r} occurs twice in the header; rename one")
-    if names.count("") > 1:
-        raise RequestError(f"{path}: row {row}: {names.count('')} columns have no name in the header; name them")
+    if (unnamed := names.count("")) > 1:
+        raise RequestError(f"{path}: row {row}: {unnamed} columns have no name in the header; name them")
+    check_names(names, f"{path}: row {row}")
 
     def records() -> Iterator[tuple[int, list[str]]]:
         for row, fields in rows:
@@ -213,7 +242,7 @@ def _table_rows(path: str | Path, stream: IO[bytes], delimiter: str) -> tuple[li
     return names, records()
 
 
-def _numbered(path: str | Path, reader: Iterable[list[str]], last_row: list[int]) -> Iterator[tuple[int, list[str]]]:
+def _numbered(path: str | Path, reader: Iterable[list[str]], position: _Position) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows with their numbers; blank rows are counted, as in a spreadsheet, but left out."""
     row = 0
     rows = iter(reader)
@@ -229,58 +258,6 @@ def _numbered(path: str | Path, reader: Iterable[list[str]], last_row: list[int]
             raise RequestError(
                 f"{path}: row {row}: {error}; a field that starts with a quote must end with one, inner quotes doubled"
             ) from None
-        last_row[0] = row
+        position.end_row(blank=not fields)
         if fields:
             yield row, fields
-
-
-def _open_parquet(path: str | Path, stream: IO[bytes]) -> pq.ParquetFile:
-    try:
-        file = pq.ParquetFile(stream, buffer_size=1 << 16, pre_buffer=False)
-        names = file.schema_arrow.names
-    except (pa.ArrowException, OSError) as error:
-        raise _parquet_error(path, 0, error) from None
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError(f"{path}: column {repeated!r} occurs twice; rename one")
-    return file
-
-
-def _parquet_rows(path: str | Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    file = _open_parquet(path, stream)
-    row = 0
-    batches = file.iter_batches(batch_size=PARQUET_BATCH)
-    while True:
-        try:
-            batch = next(batches)
-            # Arrow does not check that string columns are UTF-8; the conversion to Python does.
-            records = batch.to_pylist()
-        except StopIteration:
-            return
-        except UnicodeDecodeError as error:
-            row, column = _undecodable_cell(batch, row)
-            byte = error.object[error.start]
-            raise RequestError(
-                f"{path}: row {row}, column {column!r}: byte 0x{byte:02X} at position {error.start + 1} is not UTF-8; "
-                "write the file again from UTF-8 text"
-            ) from None
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise _parquet_error(path, row, error) from None
-        for record in records:
-            row += 1
-            yield row, record
-
-
-def _undecodable_cell(batch: pa.RecordBatch, row: int) -> tuple[int, str]:
-    for offset in range(batch.num_rows):
-        for name in batch.schema.names:
-            try:
-                batch.column(name)[offset].as_py()
-            except UnicodeDecodeError:
-                return row + offset + 1, name
-    return row, ""
-
-
-def _parquet_error(path: str | Path, row: int, error: Exception) -> RequestError:
-    position = f" after row {row}" if row else ""
-    reason = " ".join(str(error).split())[:120]
-    return RequestError(f"{path}: not a readable Parquet file{position} ({reason}); download or write it again")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtem.data import readers, threads
-from mtem.data.corpus import label_name, listed
+from mtem.data.corpus import label_name, listed, shortened
 from mtem.data.threads import NODES, Repairs, Thread
 from mtem.data.values import is_missing, text_of
 from mtem.errors import RequestError
@@ -27,6 +27,9 @@ LABEL_COLUMNS = (
     "label", "labels", "class", "category", "sentiment", "target", "y", "label_text", "class_label", "polarity",
     "rating", "stars", "intent", "topic",
 )  # fmt: skip
+
+_CELL_BYTES = 64  # of any value, however small
+LONGEST_LABEL = 1000  # characters: a longer one is a text
 
 _JSON_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 _NO_REPAIRS = Repairs()
@@ -221,10 +224,34 @@ def read_label(record: Mapping[str, Any], column: str, where: str) -> str:
         raise RequestError(
             f"{where}, column {column!r}: expected a label, got a {type(value).__name__}; name another column with --label-column"
         )
-    label = "" if is_missing(value) else label_name(value)
+    try:
+        label = "" if is_missing(value) else label_name(value)
+    except TypeError as error:
+        raise RequestError(f"{where}, column {column!r}: {error}; name another column with --label-column") from None
+    if len(label) > LONGEST_LABEL:
+        raise RequestError(
+            f"{where}, column {column!r}: a label of {len(label)} characters ({shortened(label, 40)}), expected at most "
+            f"{LONGEST_LABEL}; name another column with --label-column"
+        )
     if not label or label.casefold() in ("nan", "<na>"):
         raise RequestError(
             f"{where}, column {column!r}: the label is missing; "
             "fill it in, remove the row, or name another column with --label-column"
         )
     return label
+
+
+def size_of(record: Mapping[str, Any]) -> int:
+    """Return about how many bytes of memory a record takes."""
+    size = 0
+    waiting: list[Any] = [record]
+    while waiting:
+        value = waiting.pop()
+        size += _CELL_BYTES
+        if isinstance(value, (str, bytes)):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
+    return size

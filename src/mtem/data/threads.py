@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mtem.data.values import is_missing, text_of
+from mtem.data.values import is_missing, number_text, text_of
 from mtem.errors import RequestError
 
 NODES = "nodes"  # the key, or column, of the list of posts
@@ -297,7 +297,10 @@ def read_id(value: Any, name: str, where: str) -> str:
     if is_missing(value):
         return ""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return str(int(value))
+        try:
+            return number_text(int(value))
+        except TypeError:
+            raise RequestError(f"{where}: the {name} has too many digits; write ids as strings") from None
     if isinstance(value, str):
         return value.strip()
     raise RequestError(f"{where}: the {name} is a {type(value).__name__}; ids must be strings or whole numbers")

@@ -14,6 +14,7 @@ import pyarrow as pa
 from mtem.atomic import atomic_write
 from mtem.data.cache import cache_folder, read_batches
 from mtem.data.corpus import Corpus
+from mtem.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,9 @@ _FORMAT = "1"  # part of every cache address; increase it when the stored conten
 _ROWS = 8192  # in every batch of the file but the last, so that the batch of a text follows from its number
 _CALL_TEXTS = 1024
 _CALL_CHARACTERS = 1 << 20  # a tokenizer needs much more memory than the token ids take
+LONGEST_TEXT = 1 << 20  # characters of a text that are tokenized at most
+_CHARACTERS_PER_TOKEN = 16  # more than words have on average
+_SPARE_TOKENS = 32  # that a cut text has beyond those that are kept
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32()))])
 
 
@@ -121,18 +125,57 @@ def tokenize(
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
-    """Return the token ids of a few texts, including special tokens."""
-    ids: list[list[int]] = tokenizer(
-        list(texts),
-        truncation=True,
-        max_length=max_length,
-        padding=False,
-        add_special_tokens=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )["input_ids"]
+    """Return the token ids of a few texts, including special tokens.
+
+    Long texts are cut before they are tokenized: a tokenizer reads the whole text, however few tokens are kept.
+    """
+    return _ids([_beginning(text, tokenizer, max_length) for text in texts], tokenizer, max_length)
+
+
+def _ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
+    try:
+        ids: list[list[int]] = tokenizer(
+            list(texts),
+            truncation=True,
+            max_length=max_length,
+            padding=False,
+            add_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+    except BaseException as error:
+        # A damaged tokenizer fails in Rust, by an error that is no Exception.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(f"the tokenizer of the model is damaged ({error}); copy or download the model again") from None
     return ids
+
+
+def _beginning(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
+    """Return a beginning of the text that has the same first tokens as the text.
+
+    It ends before white space, where no tokenizer joins what it has read with what follows, and has more tokens than are kept.
+    White space without end, or a word without end, is read up to `LONGEST_TEXT` characters.
+    """
+    characters = _CHARACTERS_PER_TOKEN * (max_length + _SPARE_TOKENS)
+    if len(text) <= 2 * characters or tokenizer.truncation_side != "right":
+        return text
+    while characters < min(len(text), LONGEST_TEXT):
+        end = _word_end(text, characters)
+        if end and len(_ids([text[:end]], tokenizer, max_length + _SPARE_TOKENS)[0]) == max_length + _SPARE_TOKENS:
+            return text[:end]
+        characters *= 2
+    return text[:LONGEST_TEXT]
+
+
+def _word_end(text: str, end: int) -> int:
+    """Return the last position up to `end` where a word ends, 0 if there is none."""
+    while end and not text[end].isspace():
+        end -= 1
+    while end and text[end - 1].isspace():
+        end -= 1
+    return end
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

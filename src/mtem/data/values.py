@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 import numbers
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ def is_missing(value: Any) -> bool:
         return False
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
-    return isinstance(value, numbers.Real) and math.isnan(value)
+    # Whole numbers are never missing, and may be too large for a float.
+    return isinstance(value, (numbers.Real, decimal.Decimal)) and not isinstance(value, numbers.Rational) and math.isnan(value)
 
 
 def text_of(value: Any) -> str:
@@ -33,11 +36,25 @@ def text_of(value: Any) -> str:
     if isinstance(value, bytes):
         value = value.decode()
     elif not isinstance(value, str) and isinstance(value, (bool, numbers.Number, np.generic)):
-        value = str(value)
+        value = number_text(value)
     if not isinstance(value, str):
         raise TypeError(f"expected a text, got a {type(value).__name__}")
     text = value.replace("\0", "")
     return encodable(text) if text.strip() else ""
+
+
+def number_text(value: Any) -> str:
+    """Return a number as text.
+
+    Raises
+    ------
+    TypeError
+        If it is a whole number of more digits than Python converts.
+    """
+    try:
+        return str(value)
+    except ValueError:
+        raise TypeError(f"expected a text, got a number of more than {sys.get_int_max_str_digits()} digits") from None
 
 
 def encodable(text: str) -> str:

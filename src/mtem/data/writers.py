@@ -8,6 +8,7 @@ import datetime
 import gzip
 import io
 import json
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,9 @@ from mtem.atomic import atomic_write, disk_errors
 from mtem.data.formats import DELIMITERS, PARQUET_BATCH, file_format
 from mtem.errors import RequestError
 
+_FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r]")  # the last four characters are full-width
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
 
 class Writer:
     """Context manager that writes records to a file, which appears, complete, when the block ends without an error.
@@ -32,6 +36,9 @@ class Writer:
     columns : iterable of str, optional
         The columns and their order; by default those of the first record. Ignored for JSON lines, where every record has its
         own keys.
+    spreadsheet : bool
+        Whether a CSV or TSV file is meant for a spreadsheet: cells that it would take for formulas get an apostrophe in front
+        (see `without_formula`).
 
     Examples
     --------
@@ -39,9 +46,11 @@ class Writer:
     ...     out.write({"text": "fine", "label": "positive"})
     """
 
-    def __init__(self, path: str | Path, columns: Iterable[str] | None = None) -> None:
+    def __init__(self, path: str | Path, columns: Iterable[str] | None = None, *, spreadsheet: bool = False) -> None:
         self.path = Path(path)
         self.columns = list(columns) if columns is not None else None
+        self.spreadsheet = spreadsheet
+        self._known = set(self.columns or ())
         self._format, self._gzipped = file_format(path)
         self._written = 0
 
@@ -95,7 +104,8 @@ class Writer:
     def _columns_of(self, record: dict[str, Any]) -> list[str]:
         if self.columns is None:
             self.columns = list(record)
-        if unknown := next((name for name in record if name not in self.columns), None):
+            self._known = set(record)
+        if (unknown := next((name for name in record if name not in self._known), None)) is not None:
             raise RequestError(
                 f"{self.path}: record {self._written + 1} has a column {unknown!r} that the first record has not; "
                 "write .jsonl instead, or list all columns"
@@ -103,6 +113,8 @@ class Writer:
         return self.columns
 
     def _write_fields(self, fields: list[str]) -> None:
+        if self.spreadsheet:
+            fields = [without_formula(field) for field in fields]
         line = io.StringIO()
         # Only with this terminator does every version of Python quote a lone carriage return. The line still ends in \n.
         csv.writer(line, delimiter=DELIMITERS[self._format], lineterminator="\r\n").writerow(fields)
@@ -115,6 +127,15 @@ class Writer:
             self._write_fields(self.columns)
         elif self._format == "parquet":
             self._spool.copy_to(self._stream, self.columns or [])
+
+
+def without_formula(cell: str) -> str:
+    """Return the text of a cell so that no spreadsheet runs it: with an apostrophe in front if it would begin a formula.
+
+    Spreadsheets take a cell that begins with =, +, - or @ for a formula, some also after white space; it may start programs or
+    send other cells away. Numbers stay as they are.
+    """
+    return f"'{cell}" if _FORMULA.match(cell) and not _NUMBER.fullmatch(cell) else cell
 
 
 def _cell(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import html
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mtem.data.corpus import text_key
+from mtem.data.formats import LARGEST_RECORD
 from mtem.data.readers import read_lines
 from mtem.data.writers import Writer
 from mtem.datasets.archives import Member, check_apart, make_folder, members
@@ -187,7 +189,7 @@ def _reviews(source: Path, member: Member) -> Iterator[dict[str, str]]:
     name, opener = member
     empty = True
     with opener() as stream:
-        for part in _split(stream, b"<review>"):
+        for part in _split(f"{source}: {name}", stream, b"<review>"):
             empty = False
             text = _decode(part.split(b"</review>")[0])
             review: dict[str, str] = {}
@@ -199,8 +201,8 @@ def _reviews(source: Path, member: Member) -> Iterator[dict[str, str]]:
         raise RequestError(f"{source}: {name}: no <review> found; {hint}")
 
 
-def _split(stream: IO[bytes], mark: bytes) -> Iterator[bytes]:
-    """Yield the bytes after each `mark` in a stream, up to the next."""
+def _split(where: str, stream: IO[bytes], mark: bytes) -> Iterator[bytes]:
+    """Yield the bytes after each `mark` in a stream, up to the next; `where` is for messages."""
     buffer = b""
     inside = False
     while True:
@@ -214,6 +216,8 @@ def _split(stream: IO[bytes], mark: bytes) -> Iterator[bytes]:
             buffer, inside, start = buffer[position + len(mark) :], True, 0
         if not inside:
             buffer = buffer[-len(mark) :]
+        elif len(buffer) > LARGEST_RECORD:
+            raise RequestError(f"{where}: a review of more than {LARGEST_RECORD} bytes; the file is damaged: download it again")
         if not block:
             if inside:
                 yield buffer
@@ -228,6 +232,8 @@ def _rating(raw: str | None) -> int | float | None:
     try:
         stars = float(raw or "")
     except ValueError:
+        return None
+    if not math.isfinite(stars):
         return None
     return int(stars) if stars.is_integer() else stars
 

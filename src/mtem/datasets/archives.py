@@ -17,11 +17,13 @@ from typing import IO
 
 from mtem.atomic import disk_errors
 from mtem.errors import RequestError, RunError
+from mtem.files import special_kind
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 Member = tuple[str, Callable[[], IO[bytes]]]  # path, and a function that opens the file
 
 _ARCHIVES = ".tar.gz, .tgz, .tar.bz2, .tar.xz, .tar or .zip"
+_BOMB_BYTES, _BOMB_RATIO = 1 << 28, 50
 _ERRORS = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
 
 
@@ -51,6 +53,8 @@ def members(source: Path) -> Iterator[Iterator[Member]]:
     if source.name.endswith(JSON_LINES) and source.is_file():
         yield iter([(source.name, partial(_open_file, source))])
         return
+    if kind := special_kind(source):
+        raise RequestError(f"{source}: is {kind}; give the archive of the data set or its unpacked folder")
     if not source.exists():
         raise RequestError(f"{source}: no such file or folder; give the archive of the data set or its unpacked folder")
     try:
@@ -80,8 +84,24 @@ def _folder_members(source: Path) -> Iterator[Member]:
                 yield path.relative_to(source.parent).as_posix(), partial(_open_file, path)
 
 
+def _most_bytes(source: Path) -> int:
+    """Return how many bytes an archive may have when unpacked: texts are compressed to a twentieth at most."""
+    return max(_BOMB_BYTES, _BOMB_RATIO * source.stat().st_size)
+
+
+def _check_unpacked(source: Path, size: int) -> None:
+    if size > _most_bytes(source):
+        raise RequestError(
+            f"{source}: would expand to more than {_most_bytes(source) >> 20} MB, {_BOMB_RATIO} times its size; such archives "
+            "are refused: unpack it, and give the folder"
+        )
+
+
 def _zip_members(source: Path, archive: zipfile.ZipFile) -> Iterator[Member]:
+    unpacked = 0
     for entry in archive.infolist():
+        unpacked += entry.file_size
+        _check_unpacked(source, unpacked)
         path = _inside(source, entry.filename)
         if (entry.external_attr >> 16) & 0o170000 == 0o120000:
             raise _refused(source, "a link", entry.filename)
@@ -90,7 +110,10 @@ def _zip_members(source: Path, archive: zipfile.ZipFile) -> Iterator[Member]:
 
 
 def _tar_members(source: Path, tar: tarfile.TarFile) -> Iterator[Member]:
+    unpacked = 0
     for entry in tar:
+        unpacked += entry.size
+        _check_unpacked(source, max(unpacked, entry.offset_data))
         path = _inside(source, entry.name)
         if entry.issym() or entry.islnk():
             raise _refused(source, "a link", entry.name)
@@ -104,8 +127,9 @@ def _tar_members(source: Path, tar: tarfile.TarFile) -> Iterator[Member]:
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError(f"damaged or truncated at byte {tar.offset} of the unpacked archive")
-    while tar.fileobj.read(1 << 20):
-        pass
+    while block := tar.fileobj.read(1 << 20):
+        unpacked += len(block)
+        _check_unpacked(source, unpacked)
 
 
 def _open_file(path: Path) -> IO[bytes]:
@@ -135,7 +159,8 @@ def _refused(source: Path, content: str, name: str) -> RequestError:
 
 def check_apart(source: Path, to: Path) -> None:
     """Raise a RequestError if the data would be written into the folder it is read from."""
-    if to.resolve() in (source.resolve(), source.resolve().parent if source.name.endswith(JSON_LINES) else None):
+    read = os.path.realpath(source)
+    if os.path.realpath(to) in (read, os.path.dirname(read) if source.name.endswith(JSON_LINES) else None):
         raise RequestError(f"{to}: is also the folder the data is read from; give another folder")
 
 

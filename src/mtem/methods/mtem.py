@@ -33,6 +33,8 @@ from mtem.methods.shared_index import FEATURES, SharedIndex
 from mtem.models.base import Inputs, Model
 from mtem.settings import setting
 
+LARGEST_INDEX = 1000.0  # far beyond any use, and powers of probabilities stay numbers
+
 
 @dataclasses.dataclass(frozen=True)
 class MtemSettings:
@@ -54,10 +56,12 @@ class MtemSettings:
     )
     shared_learning_rate: float = setting(0.02, "learning rate of the rule with index_mode=shared (Adam)", low=0.0)
     index_initial: float = setting(
-        2.0, "entropy index of every text at the start (psi_0); below 1, hard views weigh more", low=0.0
+        2.0, "entropy index of every text at the start (psi_0); below 1, hard views weigh more", low=0.0, high=LARGEST_INDEX
     )
-    index_low: float = setting(1.05, "smallest entropy index; the theory requires more than 1", low=0.0)
-    index_high: float = setting(5.0, "largest entropy index; the largest in the paper's case study is 5", low=1.0)
+    index_low: float = setting(1.05, "smallest entropy index; the theory requires more than 1", low=0.0, high=LARGEST_INDEX)
+    index_high: float = setting(
+        5.0, "largest entropy index; the largest in the paper's case study is 5", low=1.0, high=LARGEST_INDEX
+    )
     index_learning_rate: float = setting(0.5, "step size of the entropy indexes (beta)", low=0.0)
     index_step: str = setting(
         "sign",

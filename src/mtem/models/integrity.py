@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mtem.data.tokens import encode
 from mtem.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 AGAIN = "copy the whole model again, or train it again"
+MOST_LAYERS = 1000
+_HEAD_WEIGHTS = 20_000_000  # that a new head may add to those in the files
 # Tensors that other uses of an encoder leave in its file and that a text classifier does not need: its pooled output, position
 # numbers, and the heads of its pretraining.
 _UNNEEDED = re.compile(
     r"(^|\.)(pooler\.|position_ids$|inv_freq$|lm_head\.|cls\.(predictions|seq_relationship)\.|predictions\.|sop_classifier\.|"
     r"vocab_(transform|layer_norm|projector)\.|(generator|discriminator|lm|mask)_predictions\.)|^decoder\.(weight|bias)$"
 )
+_PROBES = ("a", "An unusual text: naïve 中文 😀!", "word " * 40)
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -52,6 +56,14 @@ def check_files(directory: Path, name: str) -> None:
     config = _json(directory / "config.json", name, ", so this is not a Hugging Face model directory")
     if (directory / "adapter_config.json").is_file():
         raise RequestError(f"{name}: expected a whole model, got an adapter (adapter_config.json); merge it and save the result")
+    for file in ("config.json", "tokenizer_config.json"):
+        content = config if file == "config.json" else _json(directory / file, name) if (directory / file).is_file() else {}
+        if content.get("auto_map"):
+            raise RequestError(
+                f"{name}: {file} names code to run ({_first_of(content['auto_map'])}), and no code of a model is run; if "
+                "transformers knows this kind of model by itself, remove 'auto_map' from the file"
+            )
+    _check_numbers(config, name)
     named = config.get("transformers_weights")  # the name of another file, of any format
     if named is not None:
         _check_shard(directory, name, "config.json", named)
@@ -60,6 +72,42 @@ def check_files(directory: Path, name: str) -> None:
         raise RequestError(f"{name}: no safetensors weights ({WEIGHTS}); other formats can execute code and are not loaded")
     if not any(True for pattern in VOCABULARIES for _ in directory.glob(pattern)):
         raise RequestError(f"{name}: its tokenizer is missing (no tokenizer.json or vocabulary file); {AGAIN}")
+
+
+def _check_numbers(config: Mapping[str, Any], name: str) -> None:
+    """Refuse a configuration of more layers than any model has: to build them would take hours."""
+    for key, value in config.items():
+        if "layers" in key and isinstance(value, (int, float)) and value > MOST_LAYERS:
+            raise RequestError(f"{name}: config.json: {key} is {value:g}, expected at most {MOST_LAYERS}; {AGAIN}")
+
+
+def check_size(parameters: int, directory: Path, name: str) -> None:
+    """Refuse a configuration that describes a much larger network than the weights are: it would only fill the memory.
+
+    Parameters
+    ----------
+    parameters
+        The number of weights of the network that the configuration describes.
+    directory
+        Where the weights are.
+    name
+        What messages call the directory.
+
+    Raises
+    ------
+    RequestError
+        If most of these weights are not in the files.
+    """
+    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))  # at least a byte each
+    if parameters > _HEAD_WEIGHTS + 2 * stored:
+        raise RequestError(
+            f"{name}: its config.json describes {parameters} weights, but the files of weights have {stored} bytes; {AGAIN}"
+        )
+
+
+def _first_of(auto_map: Any) -> str:
+    values = list(auto_map.values()) if isinstance(auto_map, dict) else [auto_map]
+    return str(values[0])[:80]
 
 
 def _check_index(directory: Path, name: str, alone: bool) -> None:
@@ -89,7 +137,7 @@ def _json(path: Path, name: str, consequence: str = "") -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(f"{name}: no {path.name}{consequence}; {AGAIN}") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise RequestError(f"{name}: {path.name} cannot be read ({error}); {AGAIN}") from None
     if not isinstance(content, dict):
         raise RequestError(f"{name}: {path.name}: expected an object, got a {type(content).__name__}; {AGAIN}")
@@ -137,6 +185,9 @@ def check_tokenizer(
             f"{name}: its tokenizer has {max(vocabulary.values()) + 1} tokens and its weights have {embedding_count}: "
             f"they belong to different models; {AGAIN}"
         )
+    numbers = [number for ids in encode(_PROBES, tokenizer, 16) for number in ids]
+    if not numbers or (embedding_count is not None and not 0 <= min(numbers) <= max(numbers) < embedding_count):
+        raise RequestError(f"{name}: its tokenizer gives no numbers of its words; {AGAIN}")
     if (directory / "tokenizer_config.json").is_file():
         return
     if saved or (complete and not _reads_as_its_file(tokenizer, directory / "tokenizer.json", vocabulary)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,7 @@ def load(
             configuration = AutoConfig.from_pretrained(directory, **config, **safe)
             if classifier:
                 _check_classes(configuration, name)
+            integrity.check_size(_count_weights(auto_cls, configuration), Path(directory), name)
             network, info = auto_cls.from_pretrained(
                 directory,
                 config=configuration,
@@ -80,12 +82,22 @@ def load(
     return cast(PreTrainedModel, network), cast(PreTrainedTokenizerBase, tokenizer)
 
 
+def _count_weights(auto_cls: Any, configuration: PreTrainedConfig) -> int:
+    """Return the number of weights of the network that a configuration describes, without making room for them."""
+    with torch.device("meta"):
+        network = auto_cls.from_config(copy.deepcopy(configuration))
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
 def max_positions(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of tokens that an encoder can read of a text."""
     positions = getattr(network.config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
+    declared = getattr(tokenizer, "model_max_length", None) or positions
+    for name, value in (("max_position_embeddings", positions), ("model_max_length", declared)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 1:
+            raise RequestError(f"{network.name_or_path}: {name}: expected a positive number, got {value!r}; {integrity.AGAIN}")
     if getattr(network.config, "model_type", "") in _FROM_PADDING:
         positions -= 2
-    declared = getattr(tokenizer, "model_max_length", None) or positions
     return int(min(positions, declared))
 
 

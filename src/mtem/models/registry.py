@@ -117,7 +117,7 @@ def load(directory: str | os.PathLike[str]) -> Model:
 def _saved_kind(directory: Path) -> Kind:
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing or damaged: the loader of encoders has the right message
+    except (OSError, ValueError, RecursionError):  # missing or damaged: the loader of encoders has the right message
         return ENCODER
     model_type = config.get("model_type") if isinstance(config, dict) else None
     return next((kind for kind in KINDS if kind.model_type == model_type), ENCODER)

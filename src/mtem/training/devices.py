@@ -10,6 +10,7 @@ from mtem.errors import RequestError
 from mtem.models.base import Model
 
 DEVICES = ("cpu", "cuda", "mps")
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_device(name: str) -> torch.device:
@@ -28,13 +29,15 @@ def find_device(name: str) -> torch.device:
 
 def find_precision(name: str, device: torch.device, model: Model | None = None) -> torch.dtype | None:
     """Return the autocast type of a precision; None is full precision. On a CPU "auto" depends on the model."""
+    if name not in ("auto", *PRECISIONS):
+        raise RequestError(f"unknown precision '{name}': choose one of {', '.join(PRECISIONS)} or auto")
     if name == "auto":
         on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
         on_cpu = device.type == "cpu" and model is not None and model.is_wide and cpu_has_bf16()
         name = "bf16" if on_gpu or on_cpu else "fp32"
     if name == "fp16" and device.type != "cuda":
         raise RequestError(f"precision=fp16 needs a GPU; this is {device.type}: use fp32")
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    return PRECISIONS[name]
 
 
 def cpu_has_bf16() -> bool:
