@@ -14,6 +14,7 @@ SRC = Path(__file__).parents[1] / "src"
 # From the bottom up: a package imports packages before it and itself, never those after it. docs/design.md explains the order.
 PACKAGES = (
     ("__init__", "errors", "settings", "progress", "processes", "atomic", "tensors", "capture", "dropout", "memory", "recompute"),
+    ("liveness", "parallel"),
     ("tsallis", "annealing", "schedules"),
     ("metrics",),
     ("metagrad",),
@@ -27,7 +28,7 @@ PACKAGES = (
     ("run",),
     ("rehearsal",),
     ("report",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 LEVEL = {package: level for level, packages in enumerate(PACKAGES) for package in packages}
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from mtem.cli.console import Column, Encoder, Quiet, Seed, Settings, logged_progress, out, parse_settings
+from mtem import liveness
+from mtem.cli.console import Column, Encoder, Quiet, Seed, Settings, logged_progress, no_progress, out, parse_settings
+from mtem.cli.launch import check_processes, launch
 from mtem.cli.rehearse import BUDGET_HELP, default_jobs, listed, print_rehearsal, refuse_options
 from mtem.errors import RequestError
 from mtem.progress import Progress
@@ -57,6 +61,12 @@ def adapt(
     label_column: Column = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --output.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUTPUT/tensorboard/ during the run.")] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Train in so many processes, one per GPU; they share each batch. Several machines: docs/scale.md."
+        ),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Train on labeled texts of source domains, adapt to unlabeled texts of a new one.
@@ -73,13 +83,20 @@ def adapt(
 
     mtem adapt --source charliehebdo.jsonl --source ottawashooting.jsonl --target ferguson.jsonl --model bigcn --output run/
     """
+    if rehearse and max(processes or 1, liveness.launched()) > 1:
+        raise RequestError("--rehearse in several processes: use 'mtem rehearse' first, and its folder with --rehearsal")
+    if check_processes(processes):
+        assert processes is not None
+        raise typer.Exit(launch(processes, sys.argv[1:]))
+    liveness.end_with_parent()
+    main_process = os.environ.get("RANK", "0") == "0" or liveness.launched() == 1
     given = parse_settings(set_)
     for name, value in (("engine", engine), ("features", features)):
         if value is not None:
             given[name] = value
     if seed is not None:
         given["seed"] = seed
-    from mtem import models
+    from mtem import models, parallel
     from mtem.report.tensorboard import FOLDER, TensorBoard, require_tensorboard
     from mtem.run.adapt import adapt as run_adapt
 
@@ -93,7 +110,7 @@ def adapt(
         raise RequestError("--budget: only with --rehearse")
     if tensorboard:
         require_tensorboard()
-    with logged_progress(quiet) as progress:
+    with logged_progress(quiet) if main_process else no_progress() as progress:
         columns: dict[str, Any] = {"text_column": text_column, "label_column": label_column}
         if rehearse:
             check_before_rehearsing(source, target, target_labeled or None, source_model, output, resume, given, model, columns)
@@ -105,8 +122,11 @@ def adapt(
         adapted = run_adapt(
             source, target, target_labeled=target_labeled or None, model=model, method=method, preset=preset,
             source_model=source_model, rehearsal=rehearsal, output=output, resume=resume, progress=progress,
-            observe=TensorBoard(output / FOLDER) if tensorboard else None, **columns, **given,
+            observe=TensorBoard(output / FOLDER) if tensorboard and main_process else None, **columns, **given,
         )  # fmt: skip
+    parallel.stop()
+    if not main_process:
+        return
     print_summary(adapted.record, output)
     write_page(output)
 

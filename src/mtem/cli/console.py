@@ -53,6 +53,18 @@ def logged_progress(quiet: bool = False) -> Iterator[Progress]:
         root.setLevel(level)
 
 
+@contextlib.contextmanager
+def no_progress() -> Iterator[Progress]:
+    """Show nothing: another process of the run does."""
+    root = logging.getLogger("mtem")
+    level = root.level
+    root.setLevel(logging.CRITICAL)
+    try:
+        yield Progress(quiet=True)
+    finally:
+        root.setLevel(level)
+
+
 def parse_settings(options: list[str] | None) -> dict[str, Any]:
     """Return the settings of ``--set KEY=VALUE`` options."""
     values: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtem import inference
+from mtem import inference, parallel
 from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
 from mtem.methods.base import Context, Method
@@ -114,6 +114,11 @@ class Run:
     # ------------------------------------------------------------------ the stages
 
     def run(self, resume: bool) -> Adapted:
+        """Run all stages, from the newest checkpoint on if `resume`. Several processes run them together."""
+        with parallel.together():
+            return self.run_stages(resume)
+
+    def run_stages(self, resume: bool) -> Adapted:
         """Run all stages, from the newest checkpoint on if `resume`."""
         resumed = self.directory.newest_checkpoint() if resume else None
         self.directory.start(fresh=resumed is None)
@@ -128,7 +133,7 @@ class Run:
             self.candidates.entries, self.seconds = record["candidates"], self.seconds | record["seconds"]
             self.directory.truncate_history(record["history"])
             logger.info("resuming: stage %s, %d steps done", stage, done)
-        if not self.progress.quiet:
+        if not self.progress.quiet and not parallel.is_together():  # the timings are of one process
             self.progress.outlook = self.forecast = make_forecast(self, stage, done)
         self.inputs.keep_lower(self.directory, self.progress)
         if self.pretrain_steps:
@@ -234,7 +239,7 @@ class Run:
         if step:
             load(self.model, self.candidates.best_weights())
         after = self.candidates.final_outputs(step) if step else before
-        if self.directory.persistent:
+        if self.directory.persistent and parallel.is_main():
             self.directory.write_overview(
                 draw_map(inputs, self.candidates.target_sample, before, after), count_words(inputs.labeled, inputs.target)
             )
@@ -287,9 +292,10 @@ class Run:
         }
         table = index_table(inputs.target, inputs.classes, logits, method.indexes(), source_logits)
         adapted = Adapted(self.model, record, table, self.source_weights, self.directory.path, self.left_out)
-        if self.directory.persistent:
+        if self.directory.persistent and parallel.is_main():
             adapted.save(self.directory.root)
             self.directory.remove_intermediate()
+        parallel.agreed(None)  # the other processes wait until all is written
         for line in warnings:
             logger.warning(line)
         return adapted
@@ -398,8 +404,9 @@ class Run:
         """
         state = checkpoints.random_state(self.generator)
         for number, part in enumerate(self.left_out_parts()):
-            if not self.directory.has_left_out_part(number):
+            if not parallel.agreed(self.directory.has_left_out_part(number)):
                 self.directory.write_left_out_part(number, self.left_out_model(part))
+                parallel.agreed(None)  # it is written before others read it
             self.left_out.append(self.directory.read_left_out_part(number, part.kind, part.name))
         checkpoints.restore_random_state(state, self.generator)
 
@@ -479,7 +486,7 @@ class Run:
             evaluated = stage == "adapt" and done in self.candidates.evaluation_steps
             if evaluated:
                 self.candidates.evaluate_candidate(method, done, self.record_line)
-            if evaluated or time.monotonic() - self.saved >= self.settings.checkpoint_seconds:
+            if evaluated or parallel.agreed(time.monotonic() - self.saved >= self.settings.checkpoint_seconds):
                 self.checkpoint(trainer, done)
 
         trainer = Trainer(
@@ -496,6 +503,7 @@ class Run:
             checkpoints.restore(tensors, trainer, self.candidates.prior.alignment, self.generator)
         else:
             torch.manual_seed(self.settings.seed * 10 + number)
+        parallel.copy_from_main(trainer.parameters)
 
     def checkpoint(self, trainer: Trainer, done: int) -> None:
         """Write everything that a resumed run needs."""
@@ -518,9 +526,10 @@ class Run:
 
     def record_line(self, line: dict[str, Any]) -> None:
         """Write a line of the history, and hand it to the observer, whose random draws do not change the run."""
-        if self.observe is not None:
+        if self.observe is not None and parallel.is_main():
             state = checkpoints.random_state(self.generator)
-            self.observe(line, self.model)
+            with parallel.alone():
+                self.observe(line, self.model)
             checkpoints.restore_random_state(state, self.generator)
         self.directory.append_history({"seconds": round(time.monotonic() - self.started, 2), **line})
 
@@ -537,6 +546,7 @@ class Run:
             "epochs": self.settings.epochs,
             "learning_rate": self.learning_rate,
             "threads": torch.get_num_threads(),
+            "processes": parallel.size(),
         }
 
     def description(self) -> dict[str, Any]:

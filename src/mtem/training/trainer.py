@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -9,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mtem import schedules
+from mtem import parallel, schedules
 from mtem.capture import is_recording
 from mtem.errors import RunError
 from mtem.memory import release_free_memory
@@ -98,6 +99,7 @@ class Trainer:
             for step in range(first, self.last_step):
                 self._set_learning_rate(step)
                 source, target = self.source(step), self.target(step) if self.target is not None else None
+                self._seed_dropout(step)
                 try:
                     log = (self._step if self.graphs is None else self.graphs.step)(step, source, target)
                 except torch.OutOfMemoryError as error:
@@ -134,6 +136,7 @@ class Trainer:
                     gradient = gradients[name] if scale is None else gradients[name] * scale
                     # Contiguous: the fused CPU kernels ignore strides.
                     parameter.grad = gradient.contiguous() if parameter.grad is None else parameter.grad.add_(gradient)
+        parallel.average_([parameter.grad for parameter in self.parameters if parameter.grad is not None])
         if before_step is not None:
             before_step()
         if self.settings.max_grad_norm:
@@ -179,6 +182,12 @@ class Trainer:
         return bool(self.optimizer.param_groups[0].get("fused"))
 
     # ------------------------------------------------------------------ inside
+
+    def _seed_dropout(self, step: int) -> None:
+        """Let each of several processes draw its own dropout: a function of the step, so that a resumed run draws it again."""
+        if parallel.is_together():
+            name = f"{self.settings.seed} {self.name} {step} {parallel.rank()}"
+            torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True))
 
     def _set_learning_rate(self, step: int) -> None:
         if self.schedule == "assumption-2":  # Assumption 2: eta_t = min(1, k1 / t), with k1 the base rate
