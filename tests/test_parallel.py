@@ -8,8 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
+import mtem
 from tests.conftest import make_texts, write_jsonl
-from tests.together import outcome, run_together
+from tests.threads import make_threads, write_threads
+from tests.together import distance, outcome, run_together
 
 # Eleven texts in a batch: six of them in one process and five in the other. Plain steps: Adam would turn the rounding of a
 # gradient that is 0 into a whole step.
@@ -19,6 +21,7 @@ COMMON = {
     "frozen_layers": 0, "ema_decay": 0.5, "view": "mixed", "view_strength": 0.3,
 }  # fmt: skip
 MTEM = {"method": "mtem", "index_step": "rms", "threshold": 0.0, "virtual_learning_rate": 0.5}
+THREADS = {"model": "bigcn", "graph_dropout": 0.0, "drop_edge": 0.0, "head_dropout": 0.0}
 CASES = {
     "layerwise": {**MTEM, "engine": "layerwise"},
     "forward": {**MTEM, "engine": "forward"},
@@ -42,6 +45,8 @@ CASES = {
     "mme": {"method": "mme", "learning_rate": 0.02},
     "biat": {"method": "biat", "labeled": True},
     "wind": {"method": "wind", "labeled": True, "class_weights": "balanced"},
+    "threads": {**MTEM, "index_mode": "shared", **THREADS},
+    "biat over threads": {"method": "biat", **THREADS},
     "wind taylor": {"method": "wind", "labeled": True, "engine": "taylor", "taylor_step": 0.1, "weight_step": "norm"},
 }
 
@@ -56,9 +61,16 @@ def requests(encoder, reviews, tmp_path_factory):
     (without / "config.json").write_text(json.dumps(config))
     few = write_jsonl(folder / "few.jsonl", make_texts(5, 9, 0.7))
     data = {"source": [str(reviews["books"]), str(reviews["dvd"])], "target": str(reviews["kitchen"]), "model": str(without)}
+    threads = {
+        "source": [str(write_threads(folder / f"event{seed}.jsonl", make_threads(40, seed))) for seed in (1, 2)],
+        "target": str(write_threads(folder / "ferguson.jsonl", make_threads(40, 3, 0.5), labeled=False)),
+    }
     all_requests = {}
     for name, case in CASES.items():
         given = {**COMMON, **case}
+        if given.get("model") == "bigcn":
+            all_requests[name] = {**threads, **given}
+            continue
         labeled = {"target_labeled": str(few)} if given.pop("labeled", False) else {}
         all_requests[name] = {**data, **labeled, **given}
     return all_requests
@@ -66,7 +78,17 @@ def requests(encoder, reviews, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_two(requests, tmp_path_factory):
-    return run_together(requests, tmp_path_factory.mktemp("together"))
+    """The outcomes in two processes; among them that of a run which one process has begun."""
+    folder = tmp_path_factory.mktemp("together")
+    begun = {**requests["layerwise"], "output": str(folder / "begun"), "checkpoint_seconds": 0.0}
+    with pytest.raises(KeyboardInterrupt):
+        mtem.adapt(**begun, log_every=1, observe=interrupt)
+    return run_together({**requests, "begun by one": {**begun, "resume": True}}, folder)
+
+
+def interrupt(line, model):
+    if line["stage"] == "adapt" and line["step"] == 2:
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,5 +109,8 @@ def test_two_processes_follow_one(name, requests, in_two):
         np.testing.assert_allclose(one["index"], two["index"], atol=2e-3)
 
 
-def distance(one, other):
-    return float(np.abs(np.asarray(one) - np.asarray(other)).max(initial=0.0))
+def test_two_processes_go_on_with_a_run_of_one(requests, in_two):
+    one, two = outcome(requests["layerwise"]), in_two["begun by one"]
+    assert len(two["history"]) < len(one["history"])  # it did not begin again
+    assert max(distance(one["weights"][key], two["weights"][key]) for key in one["weights"]) < 1e-4
+    np.testing.assert_allclose(one["index"], two["index"], atol=2e-3)

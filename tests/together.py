@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +37,11 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         "confidence": table["confidence"].tolist(),
         "history": history,
     }
+
+
+def distance(one: Any, other: Any) -> float:
+    """The largest difference of two arrays."""
+    return float(np.abs(np.asarray(one) - np.asarray(other)).max(initial=0.0))
 
 
 def environment(count: int, number: int, port: int) -> dict[str, str]:

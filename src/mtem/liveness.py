@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 INTERVAL = 2.0  # seconds between two signs of life
 PATIENCE = 40.0  # seconds without a sign after which a process is taken to be gone
+LAST_WORD = 5.0  # seconds that the main thread has to say it, where the store does not answer
 LOST = "another process of this run has ended"
 PARENT = "MTEM_PARENT"  # the variable with the number of the process that started this one, if it is to end with it
 CONTINUE = "the same command with --resume continues, with any number of processes"
@@ -31,7 +32,7 @@ def launched() -> int:
     return int(text) if text.isdigit() else 1
 
 
-def watch(store: Store, rank: int, size: int, needed: Callable[[], bool]) -> None:
+def watch(store: Store, rank: int, size: int, needed: Callable[[], bool]) -> threading.Thread:
     """Begin to give signs of life, and to look at those of the other processes.
 
     Parameters
@@ -42,10 +43,17 @@ def watch(store: Store, rank: int, size: int, needed: Callable[[], bool]) -> Non
         The number of this process, and how many there are.
     needed : callable
         Returns whether this process needs the others now; at other times they may leave.
+
+    Returns
+    -------
+    threading.Thread
+        What gives the signs, until `end`.
     """
     _ended.clear()
     clone = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-    threading.Thread(target=_run, args=(clone, rank, size, needed), daemon=True).start()
+    thread = threading.Thread(target=_run, args=(clone, rank, size, needed), daemon=True)
+    thread.start()
+    return thread
 
 
 def end_with_parent() -> None:
@@ -77,7 +85,7 @@ def _run(store: Store, rank: int, size: int, needed: Callable[[], bool]) -> None
                 if count != counts[other]:
                     counts[other], seen[other] = count, time.monotonic()
         except RuntimeError:  # the process that holds the store is gone; its main thread may say so itself
-            if needed() and not _ended.wait(5.0) and needed():
+            if needed() and not _ended.wait(LAST_WORD) and needed():
                 _leave("the place where they meet does not answer")
             continue
         silent = [other for other in counts if time.monotonic() - seen[other] > PATIENCE]

@@ -404,4 +404,5 @@ def _attempt(communicate: Callable[[], Any]) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.rpartition("] ")[2][:120] or line[:120]  # without the place in torch's sources

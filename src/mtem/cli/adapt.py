@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from mtem import liveness
-from mtem.cli.console import Column, Encoder, Quiet, Seed, Settings, logged_progress, no_progress, out, parse_settings
+from mtem.cli.console import Column, Encoder, Quiet, Seed, Settings, ToldExit, logged_progress, no_progress, out, parse_settings
 from mtem.cli.launch import check_processes, launch
 from mtem.cli.rehearse import BUDGET_HELP, default_jobs, listed, print_rehearsal, refuse_options
 from mtem.errors import RequestError
@@ -87,7 +87,7 @@ def adapt(
         raise RequestError("--rehearse in several processes: use 'mtem rehearse' first, and its folder with --rehearsal")
     if check_processes(processes):
         assert processes is not None
-        raise typer.Exit(launch(processes, sys.argv[1:]))
+        raise ToldExit(launch(processes, sys.argv[1:]))
     liveness.end_with_parent()
     main_process = os.environ.get("RANK", "0") == "0" or liveness.launched() == 1
     given = parse_settings(set_)

@@ -27,6 +27,10 @@ Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE"
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only warnings and the result.")]
 
 
+class ToldExit(SystemExit):
+    """The end of a command whose other processes have told why."""
+
+
 class _ProgressHandler(logging.Handler):
     """Prints log messages above the progress bar: warnings always, other messages unless quiet."""
 

@@ -32,9 +32,14 @@ def check_processes(count: int | None) -> bool:
     Raises
     ------
     RequestError
-        If a launcher has started another number of processes already.
+        If a launcher has started another number of processes than it was asked to.
     """
     already = launched()
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_PORT" in os.environ and already == 1:
+        raise RequestError(
+            "'accelerate launch --cpu' has started one process only; use 'mtem adapt --processes N', or 'accelerate launch "
+            "--multi_gpu ...' with '--set device=cpu'"
+        )
     if count is None or count == already:
         return False
     if already > 1:
@@ -73,9 +78,12 @@ def _start(count: int, arguments: list[str], logs: list[Path]) -> Iterator[subpr
         with contextlib.ExitStack() as stack:
             log: IO[bytes] | None = stack.enter_context(logs[number].open("wb")) if number else None
             # A session of its own: signals come from this process alone, so that each comes once.
-            yield subprocess.Popen(
-                [sys.executable, "-m", "mtem", *arguments], env=own, stdout=log, stderr=log, start_new_session=True
-            )
+            yield subprocess.Popen(command(arguments), env=own, stdout=log, stderr=log, start_new_session=True)
+
+
+def command(arguments: list[str]) -> list[str]:
+    """Return the command line of a process."""
+    return [sys.executable, "-m", "mtem", *arguments]
 
 
 def _free_port() -> int:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from mtem.cli.console import out
+from mtem.cli.console import ToldExit, out
 from mtem.errors import DiskFullError, RequestError, RunError
 
 # name -> (module, function, the first line of its help)
@@ -118,7 +118,7 @@ def main() -> None:
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except SystemExit as stop:
-        if stop.code == INTERRUPTED:
+        if stop.code == INTERRUPTED and not isinstance(stop, ToldExit):
             _fail("interrupted" + CONTINUE.get(_command(), ""), INTERRUPTED)
         raise
 
