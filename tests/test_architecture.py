@@ -13,8 +13,8 @@ SRC = Path(__file__).parents[1] / "src"
 
 # From the bottom up: a package imports packages before it and itself, never those after it. docs/design.md explains the order.
 PACKAGES = (
-    ("__init__", "errors", "settings", "progress", "processes", "atomic", "tensors", "capture", "dropout", "memory", "recompute"),
-    ("liveness", "parallel"),
+    ("__init__", "errors", "settings", "progress", "atomic", "tensors", "capture", "dropout", "memory", "recompute"),
+    ("processes", "ray_pool", "liveness", "parallel"),
     ("tsallis", "annealing", "schedules"),
     ("metrics",),
     ("metagrad",),
