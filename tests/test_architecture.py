@@ -13,8 +13,9 @@ SRC = Path(__file__).parents[1] / "src"
 
 # From the bottom up: a package imports packages before it and itself, never those after it. docs/design.md explains the order.
 PACKAGES = (
-    ("__init__", "errors", "settings", "terminal", "progress", "processes", "files", "schema", "interrupts", "atomic", "locks"),
+    ("__init__", "errors", "settings", "terminal", "progress", "files", "schema", "interrupts", "atomic", "locks"),
     ("tensors", "capture", "dropout", "memory", "recompute"),
+    ("processes", "ray_pool", "liveness", "parallel"),
     ("tsallis", "annealing", "schedules"),
     ("metrics",),
     ("metagrad",),
@@ -28,7 +29,7 @@ PACKAGES = (
     ("run",),
     ("rehearsal",),
     ("report",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 LEVEL = {package: level for level, packages in enumerate(PACKAGES) for package in packages}
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from mtem import parallel
 from mtem.data import readers, records, threads
 from mtem.data.batching import sequential
 from mtem.data.threads import NODES, Thread
@@ -73,9 +74,11 @@ def compute_logits(
     Notes
     -----
     Batches hold examples of similar length. On the CPU, many batches are computed in parallel, one per thread; the result does
-    not depend on the number of threads.
+    not depend on the number of threads. Where several processes train together, each computes a part of the examples.
     """
     rows = np.arange(len(encoded)) if rows is None else np.asarray(rows)
+    if parallel.is_together():
+        return _divided(model, encoded, rows, features, progress)
     on_cpu = model.device.type == "cpu"
     budget = TOKENS_PER_BATCH_CPU if on_cpu else TOKENS_PER_BATCH
     batches = sequential(np.asarray(encoded.lengths)[rows], tokens_per_batch=budget)
@@ -86,11 +89,11 @@ def compute_logits(
         outputs = scorer.logits_and_features(inputs) if features else (scorer(inputs),)
         return [values.cpu().numpy() for values in outputs]
 
-    parallel = on_cpu and len(batches) >= MIN_BATCHES_PER_THREAD * torch.get_num_threads()
+    in_threads = on_cpu and len(batches) >= MIN_BATCHES_PER_THREAD * torch.get_num_threads()
     logits = np.zeros((len(rows), len(model.classes)), dtype=np.float32)
     all_features: np.ndarray | None = None
     done = 0
-    with contextlib.closing((_in_parallel if parallel else _one_by_one)(model, compute, batches)) as results:
+    with contextlib.closing((_in_parallel if in_threads else _one_by_one)(model, compute, batches)) as results:
         for batch, (batch_logits, *batch_features) in zip(batches, results, strict=True):
             logits[batch] = batch_logits
             if batch_features:
@@ -101,6 +104,21 @@ def compute_logits(
             if progress:
                 progress.advance(done)
     return Outputs(logits, all_features)
+
+
+def _divided(
+    model: Model, encoded: EncodedCorpus, rows: np.ndarray, features: bool, progress: Progress | None
+) -> Outputs:  # fmt: skip
+    """Compute the logits, and the features, of some rows in several processes."""
+    part = parallel.part_of(len(rows))
+    with parallel.alone():
+        own = compute_logits(model, encoded, rows[part.rows], features=features, progress=progress)
+    logits, *more = (
+        parallel.gather(torch.from_numpy(values[: part.kept]).to(model.device), len(rows)).cpu().numpy()
+        for values in (own.logits, own.features)
+        if values is not None
+    )
+    return Outputs(logits, more[0] if more else None)
 
 
 _Compute = Callable[[Model, np.ndarray], list[np.ndarray]]

@@ -1,4 +1,4 @@
-"""Run tasks, in several processes if asked: a task that fails, or whose process ends, does not stop the others."""
+"""Run tasks, in several processes or on a Ray cluster if asked: a task that fails, or whose process ends, stops no other."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from mtem import errors, interrupts
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+Worker = TypeVar("Worker")
 Report: TypeAlias = Callable[[float], None]
 
 INTERVAL = 0.5  # seconds between two reports of a process
+PROCESSES, RAY = POOLS = ("processes", "ray")  # where tasks can run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,7 @@ def run(
     jobs: int,
     deadline: float = float("inf"),
     report: Callable[[Task, float], None] | None = None,
+    pool: str = PROCESSES,
 ) -> Generator[Outcome[Task, Result], None, None]:
     """Run the tasks of all groups.
 
@@ -73,14 +76,20 @@ def run(
     report
         Called in this process with a task and the last fraction that `work` reported. With several processes not every fraction
         is sent, but a task's last one comes before its outcome.
+    pool
+        "processes" of this machine, or the workers of a "ray" cluster, which all see the same files.
 
     Yields
     ------
     Outcome
         Each task's, in the order in which they finish. Closing the generator ends the other processes.
     """
-    threads = max(1, min(torch.get_num_threads(), cores() // jobs))  # OMP_NUM_THREADS may ask for fewer
     tell = report or (lambda task, fraction: None)
+    if pool == RAY:
+        from mtem import ray_pool
+
+        return ray_pool.in_ray(groups, work, jobs, deadline, tell)
+    threads = max(1, min(torch.get_num_threads(), cores() // jobs))  # OMP_NUM_THREADS may ask for fewer
     if jobs > 1:
         return in_processes(groups, work, jobs, threads, deadline, tell)
     return in_this_process(groups, work, threads, deadline, tell)
@@ -130,6 +139,39 @@ def in_this_process(
 # ---------------------------------------------------------------------- several processes
 
 
+class Queue(Generic[Worker, Task]):
+    """Which task a worker runs next: one of its group, of one that nobody has begun, or of the largest one.
+
+    Parameters
+    ----------
+    groups, deadline
+        As in `run`.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Task]], deadline: float) -> None:
+        self.deadline = deadline
+        self._pending = deque(deque(group) for group in groups if group)
+        self._remaining: dict[Worker, deque[Task]] = {}  # the rest of a worker's group
+
+    def more(self) -> bool:
+        """Return whether there are tasks left to begin."""
+        return time.time() < self.deadline and bool(self._pending or any(self._remaining.values()))
+
+    def next(self, worker: Worker) -> Task | None:
+        """Return the next task of a worker, if there is one."""
+        if not self.more():
+            return None
+        if not self._remaining.get(worker):
+            self._remaining[worker] = self._pending.popleft() if self._pending else max(self._remaining.values(), key=len)
+        return self._remaining[worker].popleft()
+
+    def leave(self, worker: Worker) -> None:
+        """Give the rest of a worker's group to others: it has ended."""
+        unfinished = self._remaining.pop(worker, None)
+        if unfinished and not any(unfinished is other for other in self._remaining.values()):
+            self._pending.appendleft(unfinished)
+
+
 def in_processes(
     groups: Sequence[Sequence[Task]],
     work: Callable[[Task, Report], Result],
@@ -142,24 +184,18 @@ def in_processes(
 
     Workers only compute. Their results are sent to this process, so that nothing is half written when they are stopped.
     """
-    pending = deque(deque(group) for group in groups if group)
+    queue: Queue[Connection, Task] = Queue(groups, deadline)
     workers: dict[Connection, SpawnProcess] = {}
-    remaining: dict[Connection, deque[Task]] = {}  # the rest of a worker's group
     busy: dict[Connection, Task | None] = {}
 
-    def more() -> bool:
-        return time.time() < deadline and bool(pending or any(remaining.values()))
-
     def hand_out(connection: Connection) -> None:
-        if more() and not remaining.get(connection):
-            remaining[connection] = pending.popleft() if pending else max(remaining.values(), key=len)
-        busy[connection] = remaining[connection].popleft() if more() else None
+        busy[connection] = queue.next(connection)
         with contextlib.suppress(ConnectionError):  # a worker that has ended is handled below
             connection.send(busy[connection])
 
     try:
-        while workers or more():
-            while len(workers) < jobs and more():
+        while workers or queue.more():
+            while len(workers) < jobs and queue.more():
                 connection, process = start(work, threads)
                 workers[connection] = process
                 hand_out(connection)
@@ -171,9 +207,7 @@ def in_processes(
                     process = workers.pop(connection)
                     process.join()
                     del busy[connection]
-                    unfinished = remaining.pop(connection, None)
-                    if unfinished and not any(unfinished is other for other in remaining.values()):
-                        pending.appendleft(unfinished)
+                    queue.leave(connection)
                     if task is not None:
                         yield Outcome(task, failure=f"its process ended with exit code {process.exitcode}")
                     continue

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtem.cli.console import out, parse_settings
+from mtem.cli.console import Engine, check_pool, out, parse_settings
 from mtem.errors import RequestError
 from mtem.progress import Progress
 
@@ -38,6 +38,7 @@ def reproduce(
     pools: Annotated[str | None, typer.Option(help="amazon: which unlabeled reviews: mixed, natural, or both.")] = None,
     variants: Annotated[str | None, typer.Option(help="Rows of the table, with commas; a method of your own as NAME.py.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    engine: Engine = "processes",
     device: Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")] = "auto",
     limit_seconds: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.", min=0)] = None,
     list_: Annotated[bool, typer.Option("--list", help="List which cells exist and which are missing; run nothing.")] = False,
@@ -62,6 +63,7 @@ def reproduce(
         raise RequestError(f"unknown experiment '{what}': expected one of {', '.join(WHAT)}")
     if set_ and what not in (*RUNS, REHEARSAL):
         raise RequestError(f"--set: {what} cannot be tried with other settings, only {', '.join((*RUNS, REHEARSAL))}")
+    check_pool(engine)
     from mtem_paper import protocol
 
     if dataset not in protocol.DATASETS:
@@ -97,11 +99,11 @@ def reproduce(
         if list_:
             show(results, cells)
             return
-        failed = run(cells, results, needed(data, dataset), model, device, jobs, limit_seconds, progress)
+        failed = run(cells, results, needed(data, dataset), model, device, jobs, limit_seconds, progress, engine)
     if what == REHEARSAL:
         failed = rehearse(
             dataset, model, protocol.model_name(model, model_name), results, data, listed(targets), listed(variants),
-            None if seeds is None else numbers(seeds), parse_settings(set_), device, jobs, limit_seconds, list_, progress,
+            None if seeds is None else numbers(seeds), parse_settings(set_), device, jobs, limit_seconds, list_, progress, engine,
         )  # fmt: skip
     reviews = what == "all" and dataset == "amazon"  # theory and cases are made from them
     if what == "theory" or (reviews and not (results / "theory" / "convergence.json").exists()):
@@ -132,7 +134,15 @@ def check_model(model: str, device: str) -> None:
 
 
 def run(
-    cells: list[Cell], results: Path, data: Path, model: str, device: str, jobs: int, limit: float | None, progress: Progress
+    cells: list[Cell],
+    results: Path,
+    data: Path,
+    model: str,
+    device: str,
+    jobs: int,
+    limit: float | None,
+    progress: Progress,
+    engine: str = "processes",
 ) -> bool:
     """Run the missing cells, print a summary, and return whether any failed."""
     from mtem_paper import runner, splits
@@ -141,7 +151,8 @@ def run(
         splits.read(cells[0].dataset, data, target, pool)
     try:
         summary = runner.run(
-            cells, results, data=data, model=model, device=device, jobs=jobs, limit=limit, progress=progress
+            cells, results, data=data, model=model, device=device, jobs=jobs, pool=engine, limit=limit,
+            progress=progress,
         )  # fmt: skip
     except KeyboardInterrupt:
         out.print(
@@ -158,7 +169,7 @@ def run(
 def rehearse(
     dataset: str, model: str, name: str, results: Path, data: Path | None, targets: list[str] | None,
     methods: list[str] | None, seeds: list[int] | None, overrides: dict[str, str], device: str, jobs: int,
-    limit: float | None, list_: bool, progress: Progress,
+    limit: float | None, list_: bool, progress: Progress, engine: str = "processes",
 ) -> bool:  # fmt: skip
     """Run the missing trials of rehearsals, print a summary, and return whether any failed."""
     from mtem.rehearsal.trials import Trial
@@ -176,7 +187,7 @@ def rehearse(
         return False
     check_model(model, device)
     rehearser = rehearsals.Rehearser(needed(data, dataset), model, device, results)
-    summary = rehearsals.run(tasks, rehearser, jobs=jobs, limit=limit, progress=progress)
+    summary = rehearsals.run(tasks, rehearser, jobs=jobs, pool=engine, limit=limit, progress=progress)
     if not overrides and (results / rehearsals.OUTPUTS).is_dir():
         rehearsal_tables.measure_calibration(results, results / rehearsals.OUTPUTS)
     line = f"{summary.done} trials run, {summary.existed} existed, {len(summary.failed)} failed, {summary.left} not started"

@@ -434,6 +434,7 @@ def run(
     rehearser: Rehearser,
     *,
     jobs: int = 1,
+    pool: str = processes.PROCESSES,
     limit: float | None = None,
     progress: Progress | None = None,
 ) -> Summary:
@@ -447,6 +448,8 @@ def run(
         What runs them.
     jobs
         Number of processes.
+    pool
+        Where they run, as in `mtem.processes.run`.
     limit
         Start no task after this many seconds.
     progress
@@ -460,7 +463,7 @@ def run(
     for task in todo:
         failure_path(rehearser.results, task).unlink(missing_ok=True)
     done, failed = 0, list[tuple[Task, str]]()
-    outcomes = processes.run([[task] for task in todo], rehearser, jobs=jobs, deadline=deadline)
+    outcomes = processes.run([[task] for task in todo], rehearser, jobs=jobs, deadline=deadline, pool=pool)
     with progress.stage("trials", len(trials)), contextlib.closing(outcomes):
         progress.advance(0)
         for outcome in outcomes:

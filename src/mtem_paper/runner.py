@@ -46,6 +46,7 @@ def run(
     model: str,
     device: str = "auto",
     jobs: int = 1,
+    pool: str = processes.PROCESSES,
     limit: float | None = None,
     progress: Progress | None = None,
 ) -> Summary:
@@ -61,6 +62,8 @@ def run(
         As for `search.Group`.
     jobs
         Number of processes; with one, everything runs in this process.
+    pool
+        Where they run, as in `mtem.processes.run`.
     limit
         Start no cell after this many seconds.
     progress
@@ -77,7 +80,7 @@ def run(
     deadline = time.time() + limit if limit is not None else float("inf")
     groups = [list(group) for _, group in itertools.groupby(missing_cells, key=lambda cell: cell.group)]
     solver = Solver(data, model, device, results / SOURCE_MODELS)
-    outcomes = processes.run(groups, solver, jobs=jobs, deadline=deadline)
+    outcomes = processes.run(groups, solver, jobs=jobs, deadline=deadline, pool=pool)
     with progress.stage("cells", len(missing_cells)), contextlib.closing(outcomes):
         progress.advance(0)
         for outcome in outcomes:

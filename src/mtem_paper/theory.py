@@ -24,7 +24,7 @@ from scipy import stats
 from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor, nn
 
-from mtem import annealing, metagrad, schedules, settings, tsallis
+from mtem import annealing, metagrad, parallel, schedules, settings, tsallis
 from mtem.atomic import write_json
 from mtem.data.readers import read_rows
 from mtem.errors import RequestError
@@ -229,7 +229,8 @@ def observed(
     context.learning_rate = trainer.learning_rate
     measure(0)
     trainer.run()
-    figures["index"] = [float(method.index.min()), float(method.index.max())]
+    index = parallel.whole_rows(method.index)
+    figures["index"] = [float(index.min()), float(index.max())]
     return figures
 
 
@@ -241,7 +242,7 @@ def measured(method: Mtem, t: int, k1: float, source: Batch, target: Batch) -> d
     """
     assert source.labels is not None
     source_labels = source.labels
-    model, index, eta = method.model, method.index, schedules.assumption_theta(t, k1)
+    model, index, eta = method.model, parallel.whole_rows(method.index), schedules.assumption_theta(t, k1)
     model.eval()
     kappa = method.temperature(t - 1)
     logits = model(target.inputs)

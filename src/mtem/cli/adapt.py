@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from mtem.cli.console import Column, Encoder, Quiet, Seed, Settings, logged_progress, out, parse_settings
+from mtem import liveness
+from mtem.cli.console import Column, Encoder, Quiet, Seed, Settings, ToldExit, logged_progress, no_progress, out, parse_settings
+from mtem.cli.launch import check_processes, launch
 from mtem.cli.rehearse import BUDGET_HELP, default_jobs, listed, print_rehearsal, refuse_options
 from mtem.errors import RequestError
 from mtem.progress import Progress
+
+if TYPE_CHECKING:
+    from mtem.run.result import Adapted
 
 AUTO_METHODS = ("mtem", "fixmatch")  # what --method auto --rehearse compares
 
@@ -64,6 +71,12 @@ def adapt(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --output.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUTPUT/tensorboard/ during the run.")] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Train in so many processes, one per GPU; they share each batch. Several machines: docs/scale.md."
+        ),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Train on labeled texts of source domains, adapt to unlabeled texts of a new one.
@@ -82,6 +95,12 @@ def adapt(
 
     mtem adapt --source charliehebdo.jsonl --source ottawashooting.jsonl --target ferguson.jsonl --model bigcn --output run/
     """
+    if rehearse and max(processes or 1, liveness.launched()) > 1:
+        raise RequestError("--rehearse in several processes: use 'mtem rehearse' first, and its folder with --rehearsal")
+    if check_processes(processes):
+        assert processes is not None
+        raise ToldExit(launch(processes, sys.argv[1:]))
+    liveness.end_with_parent()
     if from_ is not None:
         others = {
             "source": source, "target": target, "target-labeled": target_labeled, "features": features, "engine": engine,
@@ -113,7 +132,7 @@ def adapt(
         raise RequestError("--budget: only with --rehearse")
     if tensorboard:
         require_tensorboard()
-    with logged_progress(quiet) as progress:
+    with shown_progress(quiet) as progress:
         columns: dict[str, Any] = {"text_column": text_column, "label_column": label_column}
         if rehearse:
             check_before_rehearsing(source, target, target_labeled or None, source_model, output, resume, given, model, columns)
@@ -125,10 +144,9 @@ def adapt(
         adapted = run_adapt(
             source, target, target_labeled=target_labeled or None, model=model, method=method, preset=preset,
             source_model=source_model, rehearsal=rehearsal, output=output, resume=resume, progress=progress,
-            observe=TensorBoard(output / FOLDER) if tensorboard else None, **columns, **given,
+            observe=TensorBoard(output / FOLDER) if tensorboard and liveness.is_first() else None, **columns, **given,
         )  # fmt: skip
-    print_summary(adapted.record, output)
-    write_page(output)
+    conclude(adapted, output)
 
 
 def repeat(path: Path, output: Path, others: dict[str, Any], *, resume: bool, tensorboard: bool, quiet: bool) -> None:
@@ -141,15 +159,29 @@ def repeat(path: Path, output: Path, others: dict[str, Any], *, resume: bool, te
 
     if tensorboard:
         require_tensorboard()
-    with logged_progress(quiet) as progress:
+    with shown_progress(quiet) as progress:
         request = read_request(path)
         use_threads(path)
         adapted = run_adapt(
             **request, output=output, resume=resume, progress=progress,
-            observe=TensorBoard(output / FOLDER) if tensorboard else None,
+            observe=TensorBoard(output / FOLDER) if tensorboard and liveness.is_first() else None,
         )  # fmt: skip
-    print_summary(adapted.record, output)
-    write_page(output)
+    conclude(adapted, output)
+
+
+def shown_progress(quiet: bool) -> contextlib.AbstractContextManager[Progress]:
+    """Return a context that gives the progress of a run, shown in the main process alone."""
+    return logged_progress(quiet) if liveness.is_first() else no_progress()
+
+
+def conclude(adapted: Adapted, output: Path) -> None:
+    """After a run: leave the other processes, print the summary and write the report."""
+    from mtem import parallel
+
+    parallel.stop()
+    if liveness.is_first():
+        print_summary(adapted.record, output)
+        write_page(output)
 
 
 def check_before_rehearsing(

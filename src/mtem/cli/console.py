@@ -25,7 +25,15 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")]
 Encoder = Annotated[str, typer.Option(help="Encoder: 'minilm', a directory, or a Hugging Face name; or 'bigcn' for reply trees.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same machine: same result.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; see 'mtem settings'.")]
+Engine = Annotated[
+    str,
+    typer.Option(help="Where tasks run: 'processes' of this machine, or a 'ray' cluster (extra mtem[ray]), local by default."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only warnings and the result.")]
+
+
+class ToldExit(SystemExit):
+    """The end of a command whose other processes have told why."""
 
 
 class _ProgressHandler(logging.Handler):
@@ -55,6 +63,18 @@ def logged_progress(quiet: bool = False) -> Iterator[Progress]:
         root.setLevel(level)
 
 
+@contextlib.contextmanager
+def no_progress() -> Iterator[Progress]:
+    """Show nothing: another process of the run does."""
+    root = logging.getLogger("mtem")
+    level = root.level
+    root.setLevel(logging.CRITICAL)
+    try:
+        yield Progress(quiet=True)
+    finally:
+        root.setLevel(level)
+
+
 def parse_settings(options: list[str] | None) -> dict[str, Any]:
     """Return the settings of ``--set KEY=VALUE`` options."""
     values: dict[str, Any] = {}
@@ -68,11 +88,20 @@ def parse_settings(options: list[str] | None) -> dict[str, Any]:
 
 def load_run(run: Path, device: str) -> Adapted:
     """Read a run and put its model on a device."""
-    from mtem.run.result import Adapted
-    from mtem.training.devices import find_device, find_precision
+    from mtem.run import prediction
 
-    adapted = Adapted.load(run)
-    chosen = find_device(device)
-    adapted.model.to(chosen)
-    adapted.model.precision = find_precision("auto", chosen)
-    return adapted
+    return prediction.load_run(run, device)
+
+
+def check_pool(engine: str) -> None:
+    """Refuse a value of ``--engine`` that is no place to run tasks at, and Ray where it is not installed."""
+    from mtem.processes import POOLS, RAY
+
+    if engine not in POOLS:
+        raise RequestError(
+            f"--engine {engine}: expected {' or '.join(POOLS)} (the engine of the index gradient is a setting: --set engine=...)"
+        )
+    if engine == RAY:
+        from mtem.ray_pool import require_ray
+
+        require_ray()

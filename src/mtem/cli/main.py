@@ -18,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from mtem import interrupts
-from mtem.cli.console import out
+from mtem.cli.console import ToldExit, out
 from mtem.errors import DiskFullError, RequestError, RunError
 from mtem.terminal import Terminal, visible
 
@@ -129,7 +129,7 @@ def main() -> None:
     except KeyboardInterrupt:
         raise
     except SystemExit as stop:
-        if stop.code == INTERRUPTED:
+        if stop.code == INTERRUPTED and not isinstance(stop, ToldExit):
             _fail(interrupts.ending() + CONTINUE.get(_command(), ""), interrupts.exit_code())
         raise
     except BaseException as error:  # what nobody foresaw; errors of libraries in Rust are no Exception

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mtem.cli.console import Column, Encoder, Quiet, Seed, Settings, logged_progress, out, parse_settings
+from mtem.cli.console import Column, Encoder, Engine, Quiet, Seed, Settings, check_pool, logged_progress, out, parse_settings
 from mtem.errors import RequestError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def rehearse(
     ] = None,
     budget: Annotated[float | None, typer.Option(help=BUDGET_HELP)] = None,
     jobs: Annotated[int | None, typer.Option(help=JOBS_HELP)] = None,
+    engine: Engine = "processes",
     set_: Settings = None,
     seed: Seed = None,
     text_column: Column = None,
@@ -63,12 +64,13 @@ def rehearse(
     from mtem.rehearsal.rehearse import rehearse as run_rehearse
 
     refuse_options(given, run_rehearse, "rehearse")
+    check_pool(engine)
     with logged_progress(quiet) as progress:
         rehearsal = run_rehearse(
             source, method=listed(method), model=model, preset=preset, metric=metric, learning_rates=numbers(learning_rates),
             class_priors=None if class_priors is None else listed(class_priors), budget=budget,
-            jobs=default_jobs(given) if jobs is None else jobs, output=output, resume=resume, text_column=text_column,
-            label_column=label_column, progress=progress, **given,
+            jobs=default_jobs(given) if jobs is None else jobs, pool=engine, output=output, resume=resume,
+            text_column=text_column, label_column=label_column, progress=progress, **given,
         )  # fmt: skip
     print_rehearsal(rehearsal, out)
     out.print(Text(f"record: {output / 'rehearsal.json'}   use it: mtem adapt ... --rehearsal {output}"))

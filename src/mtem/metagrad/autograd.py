@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mtem import tsallis
+from mtem import parallel, tsallis
 from mtem.errors import RequestError
 
 Params = dict[str, Tensor]
@@ -317,7 +317,7 @@ def _second_order(problem: _Problem) -> tuple[Tensor, Tensor]:
     with problem.differentiable_attention():
         target_loss = problem.target_loss(index)
     gradient = _gradient(target_loss, problem.params, create_graph=True)
-    start = problem.after_step(gradient) if problem.virtual_step else problem.params
+    start = problem.after_step(parallel.average(gradient)) if problem.virtual_step else problem.params
     direction, value = problem.source_gradient(start)
     product = torch.as_tensor(sum((gradient[name] * direction[name]).sum() for name in gradient))
     return -problem.learning_rate * _gradient(product, {"index": index})["index"], value
@@ -350,7 +350,10 @@ ENGINES: dict[str, Callable[[_Problem], tuple[Tensor, Tensor]]] = {
 
 
 def _gradient(loss: Tensor, params: Params, create_graph: bool = False) -> Params:
-    """Return the gradient of a scalar; zero in the parameters it does not depend on."""
+    """Return the gradient of a scalar; zero in the parameters it does not depend on.
+
+    With a graph, it is this process's own part of it.
+    """
     if not loss.requires_grad:
         return {name: torch.zeros_like(value) for name, value in params.items()}
     # A backward pass has the dtypes of its forward pass; autocast left on would round its float32 parts as well.
@@ -358,7 +361,8 @@ def _gradient(loss: Tensor, params: Params, create_graph: bool = False) -> Param
         gradients = torch.autograd.grad(
             loss, list(params.values()), create_graph=create_graph, allow_unused=True, materialize_grads=True
         )
-    return dict(zip(params, gradients, strict=True))
+    named = dict(zip(params, gradients, strict=True))
+    return named if create_graph else parallel.average(named)
 
 
 def normalized(direction: Params) -> tuple[Params, Tensor]:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mtem import parallel
 from mtem.metagrad.autograd import TSALLIS, InnerLoss, MetaGradient, Params
 from mtem.metagrad.layer_hooks import LayerCall, LayerWatcher, MatrixCall, ParamNames, Scale, add, cast_all
 from mtem.recompute import RandomState
@@ -88,7 +89,9 @@ class Recording:
                 for name, size in zip(self._vector_names, self._vector_sizes, strict=True)
             ]
             products.append(self._vectors @ torch.cat(parts))
-        return torch.stack(products).sum(dim=0) if products else torch.zeros(len(self.logits), device=self.logits.device)
+        if not products:
+            return torch.zeros(len(self.logits), device=self.logits.device)
+        return parallel.gather_derivatives(torch.stack(products).sum(dim=0), len(self.logits))
 
     def gradient(self, weights: Tensor) -> Params:
         """Return the gradient of the weighted sum of the losses.
@@ -101,9 +104,11 @@ class Recording:
         Returns
         -------
         dict of str to Tensor
-            The gradient by parameter name, float32; zero for layers that the losses do not depend on.
+            The gradient by parameter name, float32; zero for layers that the losses do not depend on. Of several processes each
+            has its own part, and the mean is the gradient.
         """
         gradients: Params = {}
+        weights = weights[parallel.part_of(len(weights)).rows]
         scale = Scale(weights)
         for name, call in self._matrices:
             add(gradients, name, call.weight_gradient(scale))
@@ -212,8 +217,9 @@ def source_gradient(
     """
     scale = recorder.loss_scale
     if params is not None:
-        return SourceGradient(*recorder.gradient(source_loss, recorder.cast(params), scale), scale)
-    direction: Params = {}
+        direction, loss = recorder.gradient(source_loss, recorder.cast(params), scale)
+        return SourceGradient(parallel.average(direction), loss, scale)
+    direction = {}
     total: Tensor | float = 0.0
     with torch.enable_grad():
         for loss in source_loss():
@@ -221,7 +227,7 @@ def source_gradient(
             for name, value in zip(recorder.params, gradients, strict=True):
                 add(direction, name, value)
             total = total + loss.detach()
-    return SourceGradient(recorder.cast(direction), torch.as_tensor(total), scale)
+    return SourceGradient(recorder.cast(parallel.average(direction)), torch.as_tensor(total), scale)
 
 
 def meta_gradient(
@@ -262,7 +268,7 @@ def meta_gradient(
     """
     recorder = recording.recorder
     if not isinstance(source_loss, SourceGradient):
-        step = recording.gradient(inner_loss.weights(log_probs, labels, meta_parameters))
+        step = parallel.average(recording.gradient(inner_loss.weights(log_probs, labels, meta_parameters)))
         torch._foreach_mul_(list(step.values()), -learning_rate)
         torch._foreach_add_(list(step.values()), [recorder.params[name].detach() for name in step])
         source_loss = source_gradient(recorder, source_loss, step)
@@ -362,6 +368,7 @@ class Recorder:
             The recording, before its backward pass.
         """
         calls: list[LayerCall] = []
+        rows = parallel.part_of(examples).rows
 
         def on_call(call: LayerCall, output: Tensor) -> None:
             calls.append(call)
@@ -370,7 +377,7 @@ class Recorder:
         with (
             torch.enable_grad(),
             self._replaced_parameters(self.constants()),
-            self._hooks(on_call, examples, save_memory, repeated=False),
+            self._hooks(on_call, rows.stop - rows.start, save_memory, repeated=False),
         ):
             logits = forward()
         return Recording(logits, calls, self)
@@ -427,7 +434,9 @@ class Recorder:
         Tensor
             The derivatives, float32 ``[examples]``.
         """
-        total = torch.zeros(examples, device=next(iter(self.params.values())).device)
+        rows = parallel.part_of(examples).rows
+        own = rows.stop - rows.start
+        total = torch.zeros(own, device=next(iter(self.params.values())).device)
 
         def on_call(call: LayerCall, output: Tensor) -> None:
             def add_product(output_grad: Tensor) -> None:
@@ -439,12 +448,12 @@ class Recorder:
         with (
             torch.enable_grad(),
             self._replaced_parameters(self.constants()),
-            self._hooks(on_call, examples) as watcher,
+            self._hooks(on_call, own) as watcher,
         ):
             value = loss()
             with torch.autocast(value.device.type, enabled=False):
                 torch.autograd.backward(value)
-        return total
+        return parallel.gather_derivatives(total, examples)
 
     def gradient(self, losses: Callable[[], Iterable[Tensor]], params: Params, scale: float) -> tuple[Params, Tensor]:
         """Compute the gradient of a sum of losses at other parameters.

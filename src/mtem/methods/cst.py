@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtem import parallel
 from mtem.methods.base import Batch, Method, StepLog, Update
 from mtem.methods.fixmatch import confident_labels, masked_cross_entropy
 from mtem.models.base import Inputs
@@ -220,6 +221,7 @@ def climb(parameters: list[torch.nn.Parameter], loss: Tensor, rho: float, adapti
     all_gradients: Sequence[Tensor | None] = torch.autograd.grad(SCALE * loss, parameters, allow_unused=True)
     moved = [parameter for parameter, gradient in zip(parameters, all_gradients, strict=True) if gradient is not None]
     gradients = [gradient for gradient in all_gradients if gradient is not None]
+    parallel.average_(gradients)
     originals = [parameter.detach().clone() for parameter in moved]
     if adaptive:
         gradients = [value.abs() * gradient for value, gradient in zip(originals, gradients, strict=True)]

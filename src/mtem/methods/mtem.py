@@ -24,12 +24,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mtem import annealing, metagrad, schedules, tsallis
+from mtem import annealing, metagrad, parallel, schedules, tsallis
 from mtem.capture import by_step, from_host
 from mtem.errors import RequestError
 from mtem.metagrad import layerwise
 from mtem.methods.base import Batch, Context, Method, StepLog, Update, functional, without_dropout
-from mtem.methods.shared_index import FEATURES, SharedIndex
+from mtem.methods.shared_index import FEATURES, STATE, SharedIndex
 from mtem.models.base import Inputs, Model
 from mtem.settings import setting
 
@@ -191,7 +191,7 @@ class Mtem(Method):
     def __init__(self, model: Model, settings: MtemSettings, context: Context) -> None:
         super().__init__(model, settings, context)
         initial = min(max(settings.index_initial, settings.index_low), settings.index_high)
-        self.index = torch.full((context.target_size,), initial, device=model.device)
+        self.index = parallel.new_rows(context.target_size, initial, torch.zeros((), device=model.device))
         self.shared: SharedIndex | None = None
         if settings.index_mode == "shared":
             width, rate = model.head.in_features, settings.shared_learning_rate
@@ -204,7 +204,7 @@ class Mtem(Method):
         inputs = self.model.probe()
         if inputs is None:
             return None
-        with without_dropout(self.model):
+        with without_dropout(self.model), parallel.alone():
             recorder = layerwise.Recorder(self.model, self.model.trainable(), lambda: self.model(inputs))
         return recorder if recorder.skipped_share < 0.01 else None
 
@@ -445,18 +445,18 @@ class Mtem(Method):
     def state(self) -> dict[str, Tensor]:
         """Return the entropy indexes, the rule that they share if there is one, and the averaged weights."""
         shared = {} if self.shared is None else {f"shared.{name}": value for name, value in self.shared.state().items()}
-        return {"index": self.index, **shared, **super().state()}
+        return {"index": parallel.whole_rows(self.index), **shared, **super().state()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` returned."""
         super().load_state(state)
         self.index.copy_(state["index"])
         if self.shared is not None:
-            self.shared.load_state({name: state[f"shared.{name}"] for name in self.shared.state()})
+            self.shared.load_state({name: state[f"shared.{name}"] for name in STATE})
 
     def indexes(self) -> Tensor | None:
         """Return the entropy index of every target text."""
-        return self.index
+        return parallel.whole_rows(self.index)
 
 
 def _class_mass(labels: Tensor, weights: Tensor | None) -> Tensor | int:

@@ -14,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtem import parallel
+
 FEATURES = ("constant", "confidence", "agreement", "stability", "nearness")
 START = -4.0  # of the constant: every index is 1.018 at first
 FIRST_DECAY, SECOND_DECAY = 0.9, 0.99  # of Adam's averages: a run has hundreds of steps
 STABILITY_DECAY = 0.7  # by visit of a text
 CENTRE_DECAY = 0.95  # by step
+STATE = ("w", "moments", "updates", "labels", "stability", "centres")
 SMALLEST = 1e-16  # gradients are about 1e-6
 
 
@@ -47,16 +50,16 @@ class SharedIndex:
         self.w[0] = START
         self.moments = torch.zeros(2, len(FEATURES), device=device)
         self.updates = torch.zeros((), device=device)
-        self.labels = torch.full((texts,), -1, device=device)
-        self.stability = torch.ones(texts, device=device)
+        self.labels = parallel.new_rows(texts, -1, torch.zeros((), dtype=torch.int64, device=device))
+        self.stability = parallel.new_rows(texts, 1.0, self.w)
         self.centres = torch.zeros(classes, width, device=device)
 
     def visit(self, rows: Tensor, labels: Tensor) -> None:
         """Remember the pseudo labels of a batch: how stable a text is, is the share of visits that did not change its label."""
         before = self.labels[rows]
-        unchanged = (before == labels).to(self.stability.dtype)
-        moved = torch.lerp(unchanged, self.stability[rows], STABILITY_DECAY)
-        self.stability[rows] = torch.where(before >= 0, moved, self.stability[rows])
+        stability = self.stability[rows]
+        moved = torch.lerp((before == labels).to(stability.dtype), stability, STABILITY_DECAY)
+        self.stability[rows] = torch.where(before >= 0, moved, stability)
         self.labels[rows] = labels
 
     def see_labeled(self, features: Tensor, labels: Tensor) -> None:
@@ -108,10 +111,9 @@ class SharedIndex:
 
     def state(self) -> dict[str, Tensor]:
         """Return all tensors, for a checkpoint."""
-        names = ("w", "moments", "updates", "labels", "stability", "centres")
-        return {name: getattr(self, name) for name in names}
+        return {name: parallel.whole_rows(getattr(self, name)) for name in STATE}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` returned."""
-        for name, value in self.state().items():
-            value.copy_(state[name])
+        for name in STATE:
+            getattr(self, name).copy_(state[name])

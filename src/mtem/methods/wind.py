@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtem import metagrad
+from mtem import metagrad, parallel
 from mtem.capture import from_host
 from mtem.methods.base import Batch, Context, Method, StepLog, Update, functional, without_dropout
 from mtem.models.base import Model
@@ -77,8 +77,9 @@ class Wind(Method):
 
     def __init__(self, model: Model, settings: WindSettings, context: Context) -> None:
         super().__init__(model, settings, context)
-        self.w = torch.zeros(context.source_size, device=model.device)
-        self.w[context.target_labeled_rows] = IN_DOMAIN
+        self.w = parallel.new_rows(context.source_size, 0.0, torch.zeros((), device=model.device))
+        assert context.target_labeled_rows is not None  # because of needs_target_labels
+        self.w[context.target_labeled_rows] = torch.full(context.target_labeled_rows.shape, IN_DOMAIN, device=model.device)
         self.inner_loss = weighted_mean(context.class_weights)
 
     def step(self, number: int, source: Batch, target: Batch | None, update: Update) -> StepLog:
@@ -89,16 +90,18 @@ class Wind(Method):
         target_labeled = target_labeled._replace(inputs=self.model.prepare(target_labeled.inputs))
         for _ in range(self.settings.inner_steps):
             gradient, meta_loss = self.weight_gradient(source._replace(inputs=inputs), target_labeled)
-            self.w[source.rows] += self.settings.weight_learning_rate * self.scaled(gradient, self.w[source.rows])
+            w = self.w[source.rows]
+            self.w[source.rows] = w + self.settings.weight_learning_rate * self.scaled(gradient, w)
 
         self.model.train()
         log_probs = torch.log_softmax(self.model(inputs), dim=1)
-        loss = self.inner_loss.value(log_probs, source.require_labels(), self.w[source.rows])
+        w = self.w[source.rows]
+        loss = self.inner_loss.value(log_probs, source.require_labels(), w)
         update(loss)
         return {
             "source_loss": loss.detach(),
             "meta_loss": meta_loss,
-            "sample_weight": torch.sigmoid(self.w[source.rows]).mean(),
+            "sample_weight": torch.sigmoid(w).mean(),
         }
 
     def weight_gradient(self, source: Batch, target_labeled: Batch) -> tuple[Tensor, Tensor]:
@@ -157,11 +160,11 @@ class Wind(Method):
 
     def sample_weights(self) -> Tensor:
         """Return u of every labeled text, in the order of the labeled rows."""
-        return torch.sigmoid(self.w)
+        return torch.sigmoid(parallel.whole_rows(self.w))
 
     def state(self) -> dict[str, Tensor]:
         """Return w and the averaged weights."""
-        return {"w": self.w, **super().state()}
+        return {"w": parallel.whole_rows(self.w), **super().state()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restore w and the averaged weights."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mtem import parallel
 from mtem.capture import draws
 from mtem.data.corpus import Corpus
 from mtem.data.threads import Thread
@@ -311,6 +312,20 @@ class Model(nn.Module, abc.ABC):
         """Return the batch in up to `pieces` parts, each with the slice of its examples. By default it stays whole."""
         return [(inputs, slice(None))]
 
+    def count(self, inputs: Inputs) -> int:
+        """Return the number of examples of a batch."""
+        raise RequestError(f"{type(self).__name__}: this model cannot be trained in several processes; use one")
+
+    def take(self, inputs: Inputs, rows: slice) -> Inputs:
+        """Return consecutive examples of a batch as a batch."""
+        raise NotImplementedError
+
+    def spread(self, run: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs) -> tuple[Tensor, ...]:
+        """Return what a pass returns for a batch; several processes compute a part of it each (:mod:`mtem.parallel`)."""
+        if not parallel.is_together():
+            return run(inputs)
+        return parallel.spread(lambda rows: run(self.take(inputs, rows)), self.count(inputs))
+
     def parts(self, inputs: Inputs) -> list[Inputs]:
         """Return the batch in the parts in which `forward` passes it."""
         return [part for part, _ in self.split(inputs, self.microbatches)]
@@ -365,7 +380,8 @@ class Model(nn.Module, abc.ABC):
 
     def logits_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return logits and the features that enter the head, both differentiable."""
-        return self._with_features(self, inputs)
+        logits, features = self.spread(lambda own: self._with_features(self, own), inputs)
+        return logits, features
 
     def _with_features(self, forward: Callable[[Inputs], Tensor], inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return the logits of a pass and the features that entered the head in it."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForSequenceClassification, Cache, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 
+from mtem import parallel
 from mtem.capture import is_recording
 from mtem.data.batching import on_device
 from mtem.data.corpus import Corpus
@@ -285,13 +286,17 @@ class TextModel(Model):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return float32 logits, [N, K]."""
-        return self._in_parts(lambda part: (self.one_pass(part),), self.prepare(inputs))[0]
+        return self.spread(lambda own: self._in_parts(lambda part: (self._pass(part),), self.prepare(own)), inputs)[0]
 
     def logits_and_features(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return logits and the features that enter the head, both differentiable."""
         if self.microbatches == 1:
             return super().logits_and_features(inputs)
-        logits, features = self._in_parts(lambda part: self._with_features(self.one_pass, part), self.prepare(inputs))
+
+        def run(own: Inputs) -> tuple[Tensor, ...]:
+            return self._in_parts(lambda part: self._with_features(self._pass, part), self.prepare(own))
+
+        logits, features = self.spread(run, inputs)
         return logits, features
 
     def _in_parts(self, one_pass: Callable[[Inputs], tuple[Tensor, ...]], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -314,6 +319,9 @@ class TextModel(Model):
 
     def one_pass(self, inputs: Inputs) -> Tensor:
         """Return float32 logits of one pass with all texts, [N, K]."""
+        return self.spread(lambda own: (self._pass(own),), inputs)[0]
+
+    def _pass(self, inputs: Inputs) -> Tensor:
         inputs = self.prepare(inputs)
         noise, mask = inputs.get("noise"), self._mask(inputs)
         with self.autocast(), self._quick_dropout(), self._recomputed_layers(), _no_new_mask(mask):
@@ -365,12 +373,20 @@ class TextModel(Model):
             return mask.bool()[:, None, None, :]
         return mask
 
+    def count(self, inputs: Inputs) -> int:
+        """Return the number of texts."""
+        return len(inputs["input_ids"])
+
+    def take(self, inputs: Inputs, rows: slice) -> Inputs:
+        """Return consecutive texts of a batch."""
+        return {name: value[rows] for name, value in inputs.items()}
+
     def split(self, inputs: Inputs, pieces: int) -> list[tuple[Inputs, slice]]:
         """Return the batch in up to `pieces` parts of equal size, each with the slice of its examples."""
-        count = len(inputs["input_ids"])
+        count = self.count(inputs)
         size = -(-count // max(1, pieces))
         parts = [slice(start, start + size) for start in range(0, count, size)]
-        return [({name: value[part] for name, value in inputs.items()}, part) for part in parts]
+        return [(self.take(inputs, part), part) for part in parts]
 
     def probe(self) -> Inputs:
         """Return two texts of four and two tokens."""
@@ -382,7 +398,15 @@ class TextModel(Model):
         """Return the inputs with the output of the frozen layers added as "hidden", so that it is computed once."""
         if not self._upper or "hidden" in inputs:
             return inputs
-        return {**inputs, "hidden": self.lower(inputs)}
+        if not parallel.is_together():
+            return {**inputs, "hidden": self.lower(inputs)}
+        # Only of the texts that this process computes: nothing reads the zeros of the others.
+        count = self.count(inputs)
+        rows = parallel.part_of(count).rows
+        own = self.lower(self.take(inputs, rows))
+        hidden = own.new_zeros((count, *own.shape[1:]))
+        hidden[rows] = own
+        return {**inputs, "hidden": hidden}
 
     @contextlib.contextmanager
     def differentiable_attention(self) -> Iterator[None]:

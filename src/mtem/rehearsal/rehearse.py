@@ -25,6 +25,7 @@ from mtem.errors import RequestError
 from mtem.methods.source_only import SourceOnly
 from mtem.models import encoders
 from mtem.models.base import Model
+from mtem.processes import PROCESSES
 from mtem.progress import Progress
 from mtem.rehearsal.advice import analyse
 from mtem.rehearsal.domains import Domains, find_domains
@@ -83,6 +84,7 @@ def rehearse(
     rarer_classes: bool | None = None,
     budget: float | None = None,
     jobs: int = 1,
+    pool: str = PROCESSES,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     pretrain_on: Sequence[Any] = (),
@@ -114,6 +116,8 @@ def rehearse(
         Minutes. Passes, learning rates and methods are cut, in this order, until the forecast fits.
     jobs
         Number of processes. A script that asks for several must guard its main part with ``if __name__ == "__main__"``.
+    pool
+        Where trials run: "processes" of this machine, or a "ray" cluster whose machines all see `output`.
     output
         The folder to write. Without it nothing is written and nothing can be resumed.
     resume
@@ -180,7 +184,7 @@ def rehearse(
         before = time.monotonic()
         pretrain_once(work, pretrained, more, progress)
         left = None if budget is None else budget - (time.monotonic() - before) / 60
-        outputs, resolved, notes = run_trials(work, plan, jobs, left, progress)
+        outputs, resolved, notes = run_trials(work, plan, jobs, left, progress, pool)
         results, left_out = analyse(outputs, corpus.classes, metric, resolved)
         notes += hardly_trained(left_out)
         record = {

@@ -20,7 +20,7 @@ COST = 3.0  # of a text in a pass of a method, relative to one in source trainin
 
 
 def run_trials(
-    work: Work, plan: Plan, jobs: int, budget: float | None, progress: Progress
+    work: Work, plan: Plan, jobs: int, budget: float | None, progress: Progress, pool: str = processes.PROCESSES
 ) -> tuple[list[TrialOutputs], dict[str, Any], list[str]]:
     """Train the source models, then run the trials; what was written before is not run again.
 
@@ -34,6 +34,8 @@ def run_trials(
         Minutes, or None.
     progress
         Where to report.
+    pool
+        As in `processes.run`.
 
     Returns
     -------
@@ -52,13 +54,14 @@ def run_trials(
     deadline = float("inf") if budget is None else time.time() + 60 * budget
     names = [work.domains.names[number] for number in work.domains.rehearsed]
     sources = [SourceTask(name, method) for name in names for method in source_methods(plan)]
-    for failure in _run(work, [[task] for task in sources], jobs, "source models", progress):
+    for failure in _run(work, [[task] for task in sources], jobs, "source models", progress, pool=pool):
         raise RunError(f"the source model without {failure.task.domain} failed: {failure.message}")
     first = read_json(work.source_model_path(sources[0]) / "run.json")
     plan, notes = cut(work, plan, first, jobs, (deadline - time.time()) / 60)
     work.plan = plan
     trials = plan_trials(work, plan, float(first["resolved"]["learning_rate"]))
-    failures = _run(work, [trials], jobs, "trials", progress, deadline)  # in this order: out of time, the first ones are complete
+    # In this order: out of time, the first ones are complete.
+    failures = _run(work, [trials], jobs, "trials", progress, deadline, pool)
     notes += [f"{describe(failure.task)} failed and is left out: {failure.message}" for failure in failures]
     outputs, incomplete = complete(work, trials, failed=[failure.task for failure in failures])
     notes += incomplete
@@ -143,7 +146,13 @@ def describe(task: Trial) -> str:
 
 
 def _run(
-    work: Work, groups: Sequence[Sequence[Any]], jobs: int, name: str, progress: Progress, deadline: float = float("inf")
+    work: Work,
+    groups: Sequence[Sequence[Any]],
+    jobs: int,
+    name: str,
+    progress: Progress,
+    deadline: float = float("inf"),
+    pool: str = processes.PROCESSES,
 ) -> list[processes.Outcome[Any, None]]:
     """Run the tasks that are not done; return those that failed."""
     open_groups = [[task for task in group if not work.is_done(task)] for group in groups]
@@ -167,7 +176,7 @@ def _run(
     with progress.stage(name, total):
         progress.advance(0)
         count = max(1, min(jobs, len(sizes)))
-        for outcome in processes.run(open_groups, work, jobs=count, deadline=deadline, report=report):
+        for outcome in processes.run(open_groups, work, jobs=count, deadline=deadline, report=report, pool=pool):
             finished += 1
             done[outcome.task] = 1.0
             if outcome.failure is not None:

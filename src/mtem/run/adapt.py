@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
-from mtem import methods, models, settings
+from mtem import liveness, methods, models, parallel, settings
 from mtem.data import summary
 from mtem.data.cache import file_fingerprint
 from mtem.data.corpus import Corpus, check_source, check_target
@@ -27,6 +27,7 @@ from mtem.progress import Progress
 from mtem.run import defaults
 from mtem.run.candidates import OnCandidate
 from mtem.run.directory import REHEARSAL, RunDirectory
+from mtem.run.follower import FollowerDirectory
 from mtem.run.pipeline import Observer, Run
 from mtem.run.pretrained import begin_pretrained, describe_pretrained, find_pretrained
 from mtem.run.repeat import model_fingerprint
@@ -79,7 +80,7 @@ def claims_output(function: Callable[Options, Adapted]) -> Callable[Options, Ada
     @functools.wraps(function)
     def claiming(*args: Options.args, **options: Options.kwargs) -> Adapted:
         output: Any = options.get("output")
-        if output is None or os.environ.get("RANK", "0") != "0":  # of several processes the first holds the lock
+        if output is None or not liveness.is_first():  # the first one holds the lock
             return function(*args, **options)
         with RunDirectory(Path(output)).claimed(bool(options.get("resume"))):
             return function(*args, **options)
@@ -175,9 +176,10 @@ def adapt(
     if advice is not None and (other := changed_settings(rehearsed, chosen)):
         logger.warning(settings_differ(other))
         advice = None
-    device = find_device(chosen.training.device)
+    device = parallel.start(find_device(chosen.training.device))
     find_precision(chosen.training.precision, device)  # refuses one that the device does not have
     path = Path(output) if output is not None else None
+    directory_cls = RunDirectory if parallel.is_main() else FollowerDirectory
     name = models.find(model, chosen.model)
     if source_model is not None and not isinstance(source_model, Adapted):
         source_model = Adapted.load(source_model)
@@ -205,7 +207,7 @@ def adapt(
     with contextlib.ExitStack() as stack:
         workspace = None if path is not None else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtem-")))
         stack.callback(setattr, progress, "outlook", None)
-        directory = RunDirectory(path, workspace, frozen_store)
+        directory = directory_cls(path, workspace, frozen_store)
         run = Run(
             network, method_cls, training, chosen.method, *corpora, directory, progress, request,
             observe=observe, on_candidate=on_candidate, advice=advice,

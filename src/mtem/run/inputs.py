@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtem import parallel
 from mtem.data.corpus import Corpus
 from mtem.data.splits import hold_out
 from mtem.errors import RequestError
@@ -94,7 +95,7 @@ class RunInputs:
             self.outer_stream = Stream(model, labeled, self.outer_rows, self.labels, size, 2 * seed + 1)
 
     def _encoded(self, corpus: Corpus, name: str, progress: Progress) -> EncodedCorpus:
-        with progress.stage(f"tokens of the {name} {self.unit}", len(corpus)):
+        with progress.stage(f"tokens of the {name} {self.unit}", len(corpus)), parallel.main_first():
             return self.model.encode(corpus, progress=lambda done, _: progress.advance(done))
 
     def keep_lower(self, directory: RunDirectory, progress: Progress) -> None:
@@ -103,7 +104,8 @@ class RunInputs:
         for name, streams in (("labeled", labeled), ("target", (self.target_stream,))):
             path, stage = directory.frozen_path(name), f"frozen layers, {name} {self.unit}"
             store = directory.frozen_store
-            tokens = self.model.keep_lower(streams[0].tokens, path, progress, stage, FROZEN_LIMIT, store)
+            with parallel.main_first():
+                tokens = self.model.keep_lower(streams[0].tokens, path, progress, stage, FROZEN_LIMIT, store)
             for stream in streams:
                 if stream is not None:
                     stream.tokens = tokens

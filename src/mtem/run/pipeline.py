@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtem import inference
+from mtem import inference, parallel
 from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
 from mtem.methods.base import Context, Method
@@ -117,6 +117,11 @@ class Run:
     # ------------------------------------------------------------------ the stages
 
     def run(self, resume: bool) -> Adapted:
+        """Run all stages, from the newest checkpoint on if `resume`. Several processes run them together."""
+        with parallel.together():
+            return self.run_stages(resume)
+
+    def run_stages(self, resume: bool) -> Adapted:
         """Run all stages, from the newest checkpoint on if `resume`."""
         self.directory.start({"status": "running", **self.description()})
         self.pretrain_posts()
@@ -131,7 +136,7 @@ class Run:
             logger.info("resuming: stage %s, %d steps done", stage, done)
         self.kept_best = self.candidates.chosen_step
         self.directory.truncate_history(0 if self.resumed is None else self.resumed.record["history"])
-        if not self.progress.quiet:
+        if not self.progress.quiet and not parallel.is_together():  # the timings are of one process
             self.progress.outlook = self.forecast = make_forecast(self, stage, done)
         self.inputs.keep_lower(self.directory, self.progress)
         if self.pretrain_steps:
@@ -255,7 +260,7 @@ class Run:
         if step:
             load(self.model, self.candidates.best_weights())
         after = self.candidates.final_outputs(step) if step else before
-        if self.directory.persistent:
+        if self.directory.persistent and parallel.is_main():
             self.directory.write_overview(
                 draw_map(inputs, self.candidates.target_sample, before, after), count_words(inputs.labeled, inputs.target)
             )
@@ -308,9 +313,10 @@ class Run:
         }
         table = index_table(inputs.target, inputs.classes, logits, method.indexes(), source_logits)
         adapted = Adapted(self.model, record, table, self.source_weights, self.directory.path, self.left_out)
-        if self.directory.persistent:
+        if self.directory.persistent and parallel.is_main():
             adapted.save(self.directory.root)
             self.directory.remove_intermediate()
+        parallel.agreed(None)  # the other processes wait until all is written
         for line in warnings:
             logger.warning(line)
         return adapted
@@ -420,9 +426,11 @@ class Run:
         state = checkpoints.random_state(self.generator)
         for number, part in enumerate(self.left_out_parts()):
             result = self.directory.read_left_out_part(number, part.kind, part.name)
-            if result is None:
-                result = self.left_out_model(part)
-                self.directory.write_left_out_part(number, result)
+            if parallel.agreed(result is None):
+                self.directory.write_left_out_part(number, self.left_out_model(part))
+                parallel.agreed(None)  # it is written before others read it
+                result = self.directory.read_left_out_part(number, part.kind, part.name)
+            assert result is not None
             self.left_out.append(result)
         checkpoints.restore_random_state(state, self.generator)
 
@@ -502,7 +510,7 @@ class Run:
             evaluated = stage == "adapt" and done in self.candidates.evaluation_steps
             if evaluated:
                 self.candidates.evaluate_candidate(method, done, self.record_line)
-            if evaluated or time.monotonic() - self.saved >= self.settings.checkpoint_seconds:
+            if evaluated or parallel.agreed(time.monotonic() - self.saved >= self.settings.checkpoint_seconds):
                 self.checkpoint(trainer, done)
 
         trainer = Trainer(
@@ -530,6 +538,7 @@ class Run:
                 raise RequestError(f"{path}: {error}; remove this folder, and --resume goes on from an older one") from error
         else:
             torch.manual_seed(self.settings.seed * 10 + number)
+        parallel.copy_from_main(trainer.parameters)
 
     def checkpoint(self, trainer: Trainer, done: int) -> None:
         """Write everything that a resumed run needs."""
@@ -554,9 +563,10 @@ class Run:
 
     def record_line(self, line: dict[str, Any]) -> None:
         """Write a line of the history, and hand it to the observer, whose random draws do not change the run."""
-        if self.observe is not None:
+        if self.observe is not None and parallel.is_main():
             state = checkpoints.random_state(self.generator)
-            self.observe(line, self.model)
+            with parallel.alone():
+                self.observe(line, self.model)
             checkpoints.restore_random_state(state, self.generator)
         self.directory.append_history({"seconds": round(time.monotonic() - self.started, 2), **line})
 
@@ -573,6 +583,7 @@ class Run:
             "epochs": self.settings.epochs,
             "learning_rate": self.learning_rate,
             "threads": torch.get_num_threads(),
+            "processes": parallel.size(),
         }
 
     def description(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from mtem import parallel
 from mtem.capture import HostValues, recorded
 from mtem.errors import RunError
 from mtem.methods.base import Batch, Method, StepLog
@@ -47,6 +48,9 @@ def length_multiple(model: Model) -> int:
 def find_capture(method: Method, settings: TrainingSettings) -> Capture | None:
     """Return how the steps of a method are captured; None on a CPU, and where the settings, the method or the model forbid it."""
     if method.model.device.type != "cuda" or not settings.cuda_graphs:
+        return None
+    if parallel.is_together():
+        logger.info("steps run without CUDA graphs: several processes wait for each other inside them")
         return None
     if method.model.microbatches > 1 or method.model.activation_checkpointing:
         logger.info("steps run without CUDA graphs: they would repeat the random draws of recomputed passes")

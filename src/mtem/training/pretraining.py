@@ -15,14 +15,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mtem import parallel
 from mtem.data.corpus import Corpus
 from mtem.data.tokens import JoinedTokens, Tokens
 from mtem.errors import RequestError
 from mtem.methods.base import Batch, Context, Method, StepLog, Update
-from mtem.models.base import EncodedCorpus, Model
-from mtem.models.masked_words import WordHead, restoring_loss
+from mtem.models.base import EncodedCorpus, Inputs, Model
+from mtem.models.masked_words import NO_WORD, WordHead, restoring_loss
 from mtem.progress import Progress
 from mtem.training.devices import find_precision
 from mtem.training.settings import TrainingSettings
@@ -61,12 +62,27 @@ class MaskedWords(Method):
         model = self.model
         model.train()
         inputs, places, words = model.hide_words(source.inputs, self.context.generator)
+        if parallel.is_together():
+            return self.divided_step(inputs, places, words, update)
         states = model.hidden_states(inputs).flatten(0, 1).index_select(0, places)
         with model.autocast():
             logits = self.head(states, model.word_embeddings.weight)
         loss = restoring_loss(logits, words)
         update(loss)
         return {"word_loss": loss.detach()}
+
+    def divided_step(self, inputs: Inputs, places: Tensor, words: Tensor, update: Update) -> StepLog:
+        """Take one step of which this process computes its own texts: states and logits of all would be too much to gather."""
+        model, part = self.model, parallel.part_of(self.model.count(inputs))
+        length, first = inputs["input_ids"].shape[1], part.rows.start
+        own = (places >= first * length) & (places < (first + part.kept) * length)
+        states = model.hidden_states(model.take(inputs, part.rows)).flatten(0, 1).index_select(0, places[own] - first * length)
+        with model.autocast():
+            logits = self.head(states, model.word_embeddings.weight)
+        share = (words[own] != NO_WORD).sum() / (words != NO_WORD).sum().clamp_min(1)
+        loss = parallel.size() * share * restoring_loss(logits, words[own])  # its mean over the processes is that of the batch
+        update(loss)
+        return {**parallel.average({"word_loss": loss.detach()})}
 
 
 def check_pretraining(model: Model, settings: TrainingSettings) -> None:

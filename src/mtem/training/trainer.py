@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mtem import interrupts, schedules
+from mtem import interrupts, parallel, schedules
 from mtem.capture import is_recording
 from mtem.errors import RunError
 from mtem.memory import release_free_memory
@@ -116,6 +117,7 @@ class Trainer:
             self.progress.advance(first)
             for step in range(first, self.last_step):
                 self._set_learning_rate(step)
+                self._seed_dropout(step)
                 log = self._attempt(step, *self._batches(step))
                 self.guard.end(step, log)
                 last = step + 1 == self.last_step
@@ -125,7 +127,7 @@ class Trainer:
                 else:
                     self.progress.advance(step + 1)
                 self.after_step(step + 1)
-                if interrupts.pending():
+                if parallel.anyone(interrupts.pending()):
                     self.before_stop(step + 1)
                     interrupts.stop()
                 if on_cpu and step % RELEASE_EVERY == 0:
@@ -149,7 +151,9 @@ class Trainer:
                 self._several_updates = self._updates > 1
                 return log
             self.graphs = None  # they keep memory, and cannot pass a batch in parts
-            now = use_less_memory(self.method.model, source) if start.restore(self._updates) else None
+            # Several processes end: the others are in the middle of the step, and cannot go back.
+            possible = not parallel.is_together() and start.restore(self._updates)
+            now = use_less_memory(self.method.model, source) if possible else None
             if now is None:
                 raise RunError(
                     f"{self.name}, step {step + 1}: out of GPU memory; set microbatches=5 or activation_checkpointing=true "
@@ -181,6 +185,7 @@ class Trainer:
                     gradient = gradients[name] if scale is None else gradients[name] * scale
                     # Contiguous: the fused CPU kernels ignore strides.
                     parameter.grad = gradient.contiguous() if parameter.grad is None else parameter.grad.add_(gradient)
+        parallel.average_([parameter.grad for parameter in self.parameters if parameter.grad is not None])
         if before_step is not None:
             before_step()
         norm: Tensor | None = None
@@ -236,6 +241,12 @@ class Trainer:
         return bool(self.optimizer.param_groups[0].get("fused"))
 
     # ------------------------------------------------------------------ inside
+
+    def _seed_dropout(self, step: int) -> None:
+        """Let each of several processes draw its own dropout: a function of the step, so that a resumed run draws it again."""
+        if parallel.is_together():
+            name = f"{self.settings.seed} {self.name} {step} {parallel.rank()}"
+            torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True))
 
     def _set_learning_rate(self, step: int) -> None:
         if self.schedule == "assumption-2":  # Assumption 2: eta_t = min(1, k1 / t), with k1 the base rate

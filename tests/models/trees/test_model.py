@@ -161,6 +161,15 @@ def test_collating_is_picking_threads(model, rows):
     assert len(inputs["parents"]) == first
 
 
+def test_taking_threads_is_collating_them(model, rows):
+    whole = batch(model, rows, [7, 0, 23, 7, 2])
+    for part in (slice(0, 2), slice(2, 5), slice(4, 5)):
+        taken, collated = model.take(whole, part), batch(model, rows, [7, 0, 23, 7, 2][part])
+        assert taken.keys() == collated.keys() and model.count(taken) == part.stop - part.start
+        for name, value in collated.items():
+            assert torch.equal(taken[name], value), name
+
+
 def test_a_text_is_a_thread_without_replies(model):
     texts = ["good1 word3 word5", "", "word1"]
     threads = model.encode_texts(texts)

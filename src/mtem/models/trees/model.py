@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtem import parallel
 from mtem.atomic import read_json, write_json
 from mtem.capture import send
 from mtem.data.cache import cache_folder, fingerprint_of
@@ -338,10 +339,21 @@ class BigcnModel(Model):
             raise TypeError(f"expected EncodedThreads, got {type(encoded).__name__}")
         return {name: torch.from_numpy(array) for name, array in encoded.batch(rows).items()}
 
+    def count(self, inputs: Inputs) -> int:
+        """Return the number of threads."""
+        return len(inputs["roots"])
+
+    def take(self, inputs: Inputs, rows: slice) -> Inputs:
+        """Return consecutive threads of a batch."""
+        return views.take(inputs, rows)
+
     # ------------------------------------------------------------------ the function
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return float32 logits, [threads, K]."""
+        return self.spread(lambda own: (self._pass(own),), inputs)[0]
+
+    def _pass(self, inputs: Inputs) -> Tensor:
         graph = _graph(inputs)
         features: Features
         with self.autocast():
@@ -405,7 +417,10 @@ class BigcnModel(Model):
         finally:
             handle.remove()
         roots, *products = torch.autograd.grad(value, [noise.roots, *seen[-1].products])
-        codes = torch.cat(products, dim=1) * send(_graph(inputs).replies, self.device).unsqueeze(1)
+        own = torch.cat(products, dim=1)
+        codes = own.new_zeros(nodes, own.shape[1])  # of several processes each has the gradient of its own threads
+        codes[views.posts_of(inputs, parallel.part_of(trees).rows)] = own
+        codes = codes * send(_graph(inputs).replies, self.device).unsqueeze(1)
         basis = torch.cat(seen[-1].weights, dim=1)
         return Noise(codes, basis, roots, basis.T @ basis, torch.zeros_like(noise.unseen))
 

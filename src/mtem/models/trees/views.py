@@ -11,6 +11,7 @@ from torch import Tensor
 from mtem.models.base import Inputs
 
 PER_POST = ("values", "noise")  # inputs with one row for each post
+PER_THREAD = ("noise_roots", "noise_unseen")  # inputs with one row for each thread, beside the roots
 
 
 def augment(inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
@@ -22,6 +23,29 @@ def augment(inputs: Inputs, kind: str, share: float, generator: torch.Generator)
             inputs = view(inputs, share / 3, generator)
         return inputs
     return {"mask": mask, "delete": delete, "swap": swap}[kind](inputs, share, generator)
+
+
+def posts_of(inputs: Inputs, rows: slice) -> slice:
+    """Return the posts of consecutive threads; those of a thread follow one another, the root first."""
+    roots = inputs["roots"]
+    return slice(int(roots[rows.start]), int(roots[rows.stop]) if rows.stop < len(roots) else len(inputs["parents"]))
+
+
+def take(inputs: Inputs, rows: slice) -> Inputs:
+    """Return consecutive threads of a batch."""
+    posts = posts_of(inputs, rows)
+    taken = {
+        "parents": inputs["parents"][posts] - posts.start,
+        "threads": inputs["threads"][posts] - rows.start,
+        "roots": inputs["roots"][rows] - posts.start,
+    }
+    if "posts" in inputs:
+        entries = (inputs["posts"] >= posts.start) & (inputs["posts"] < posts.stop)
+        taken |= {name: inputs[name][entries] for name in ("words", "weights")}
+        taken["posts"] = inputs["posts"][entries] - posts.start
+    taken |= {name: inputs[name][posts] for name in (*PER_POST, "noise_codes") if name in inputs}
+    taken |= {name: inputs[name][rows] for name in PER_THREAD if name in inputs}
+    return {**inputs, **taken}
 
 
 def mask(inputs: Inputs, share: float, generator: torch.Generator) -> Inputs:
