@@ -3,7 +3,6 @@
 import random
 
 import pytest
-
 from tools import faults
 
 
