@@ -20,7 +20,7 @@ from mtem.errors import DiskFullError, RequestError, RunError
 from mtem.files import check_writable, special_kind
 from mtem.schema import Schema, find_problem
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a quota, or a limit on the size of files
 _NOTHING_WRITTEN = "nothing was written: make room and run again"
 _RUN_AGAIN = "make room and run again"
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -40,7 +40,7 @@ def disk_errors(path: str | Path, advice: str = _NOTHING_WRITTEN) -> Iterator[No
         if isinstance(error, OSError) and error.errno in _READ_ONLY and _is_beside(error.filename, path):
             raise RunError(f"{path}: cannot be written ({error.strerror}); make the folder writable and run again") from error
         # safetensors reports errors of the operating system as its own type, without their number.
-        by_message = any(words in str(error) for words in ("No space left", "StorageFull"))
+        by_message = any(words in str(error) for words in ("No space left", "StorageFull", "File too large"))
         if error.errno in _DISK_FULL if isinstance(error, OSError) else by_message:
             raise DiskFullError(f"{path}: the disk is full; {advice}") from error
         raise
@@ -121,6 +121,8 @@ def _beside(target: Path) -> Iterator[Path]:
                 raise
             shutil.rmtree(old)
         else:
+            if target.is_dir():
+                raise RunError(f"{target}: is a folder; remove it and run again")
             if temporary.is_file():
                 _flush(temporary)
             os.replace(temporary, target)

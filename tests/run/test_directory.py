@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mtem.errors import RequestError
 from mtem.run.directory import SOURCE, RunDirectory
@@ -89,6 +91,24 @@ def test_left_out_logits_come_back(directory):
     assert [each.name for each in both] == ["books", "dvd"]
     np.testing.assert_array_equal(both[1].labels, left_out(1).labels)
     assert directory.read_left_out([]) == []
+
+
+def test_left_out_logits_are_checked(directory, caplog):
+    directory.write_left_out_part(0, left_out())
+    path = directory.weights_path("left-out-0")
+    tensors = load_file(path)
+    for damaged in (
+        {}, {**tensors, "0.labels": tensors["0.labels"].double()}, {**tensors, "0.labels": tensors["0.labels"] + 7},
+        {**tensors, "0.logits": tensors["0.logits"][:-1]}, {**tensors, "0.logits": tensors["0.logits"] * float("inf")},
+        {**tensors, "0.held_out_logits": tensors["0.held_out_logits"][0]},
+    ):  # fmt: skip
+        save_file(damaged, path)
+        shutil.copy(path, directory.left_out_path)
+        caplog.clear()
+        assert directory.read_left_out_part(0, DOMAIN, "books") is None
+        assert str(path) in caplog.text and "it is computed again" in caplog.text
+        with pytest.raises(RequestError, match=r"left-out\.safetensors: does not hold what its run says"):
+            directory.read_left_out([{"kind": DOMAIN, "name": "books"}])
 
 
 def test_a_run_in_memory_writes_no_record_and_no_weights(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from mtem.data.tokens import encode
@@ -253,6 +254,23 @@ def check_loaded(network: nn.Module, info: Mapping[str, Any], name: str, *, clas
         advice = f"a bare encoder must be adapted first; otherwise {AGAIN}" if classifier else AGAIN
         raise RequestError(f"{name}: its weights have no head for its classes ({details}); {advice}")
     raise RequestError(f"{name}: its weights are not those that its config.json describes ({details}); {AGAIN}")
+
+
+def check_types(network: nn.Module, directory: Path, name: str) -> None:
+    """Refuse files that hold whole numbers where the network has weights: they would be converted, and mean something else.
+
+    Raises
+    ------
+    RequestError
+        With `name` and the first such tensor.
+    """
+    floats = {key for key, value in network.state_dict().items() if value.is_floating_point()}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for key in stored.keys():  # noqa: SIM118 (it is no dict)
+                kind = str(stored.get_slice(key).get_dtype())
+                if key in floats and not kind.startswith(("F", "BF")):
+                    raise RequestError(f"{name}: {file.name}: {key}: expected weights, got numbers of type {kind}; {AGAIN}")
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str, advice: str = f"; {AGAIN}") -> None:

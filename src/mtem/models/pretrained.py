@@ -74,6 +74,7 @@ def load(
                 **safe,
             )
         integrity.check_loaded(network, info, name, classifier=classifier)
+        integrity.check_types(network, Path(directory), name)
         integrity.check_tokenizer(tokenizer, network.get_input_embeddings(), Path(directory), name, saved=saved)
     except RequestError:
         raise

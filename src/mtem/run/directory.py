@@ -214,7 +214,7 @@ class RunDirectory:
     def truncate_history(self, size: int) -> None:
         """Drop lines that were written after the checkpoint: they will be written again."""
         if self.persistent and size < self.history_size():
-            os.truncate(self.history_path, size)
+            os.truncate(self.history_path, max(0, size))
 
     # ------------------------------------------------------------------ weights and intermediate files
 

@@ -42,6 +42,8 @@ FINISHED_RUN: dict[Any, Any] = {
     **UNFINISHED_RUN,
     "selection": {"kept_source_model": bool, "criterion": str, "chosen_step": int},
     "steps": {"adapt": int},
+    "texts": {"source_held_out": int},
+    "unit?": str,
     "choices?": dict,
     "estimate?": ({"before?": (_ESTIMATE, None), "after?": (_ESTIMATE, None)}, None),
     "warnings?": [str],
