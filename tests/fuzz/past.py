@@ -198,6 +198,7 @@ def odd_values_in_the_configuration_of_a_model(folder: Path, shop: Workshop) -> 
         [
             ("bigcn", "config.json", {"cosine_temperature": []}, "expected a positive number, got []"),
             ("bigcn", "config.json", {"head_dropout": "x"}, "head_dropout: expected a number between 0 and 1"),
+            ("run", "config.json", {"num_attention_heads": -2}, "the model could not be loaded"),
             ("run", "config.json", {"mtem_cosine_temperature": ["x"]}, "expected a positive number, got ['x']"),
             ("run", "tokenizer_config.json", {"model_max_length": "x"}, "model_max_length: expected a positive number"),
         ]
