@@ -18,7 +18,7 @@ help:
 	@echo "make demo      set up, then adapt a classifier on the bundled Amazon sample (CPU, a few minutes) into $(DEMO)/"
 	@echo "make test      set up, then run the tests, the style checks and the type checker"
 	@echo "make coverage  run the tests and print how much of the code they execute"
-	@echo "make fuzz      run the property tests from random seeds, with many more examples (minutes to hours: FUZZ_EXAMPLES=2000)"
+	@echo "make fuzz      property tests with many more examples, and hostile files for every reader (an hour or more: FUZZ_EXAMPLES=2000 FUZZ_CASES=20000)"
 	@echo "make faults    kill runs at random moments, resume them and compare (about 20 minutes: FAULTS_KILLS=20)"
 	@echo "make lint      style checks and the type checker (ruff, mypy)"
 	@echo "make docs      build the documentation site into site/"
@@ -56,9 +56,13 @@ coverage: $(READY)
 	@echo "== running the tests, counting the lines that they execute"
 	@$(PYTEST) --cov --cov-report=term $(PYTEST_ARGS)
 
-# What it finds goes into the tests, as an @example of the property that failed.
+# What it finds goes into the tests: as an @example of the property that failed, or into tests/fuzz/past.py.
 FUZZ_EXAMPLES ?= 2000
+FUZZ_CASES ?= 20000
+FUZZ_SEED ?= 0
 fuzz: $(READY)
+	@echo "== reading $(FUZZ_CASES) hostile files and damaged runs"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(FUZZ_CASES) --seed $(FUZZ_SEED)
 	@echo "== trying the properties on $(FUZZ_EXAMPLES) drawn examples each"
 	@MTEM_HYPOTHESIS_PROFILE=fuzz MTEM_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) \
 		$(BIN)/python -m pytest -n 2 --dist load -m hypothesis $(PYTEST_ARGS)

@@ -41,6 +41,7 @@ def examples(count: int, **more) -> hypothesis.settings:
 
 # In two processes the longest files must not come last; the order inside a file is pytest-randomly's.
 LONG = (
+    "test_fuzz",
     "test_model",
     "test_search",
     "test_runner",

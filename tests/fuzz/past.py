@@ -184,11 +184,36 @@ def a_model_larger_than_its_weights(folder: Path, shop: Workshop) -> None:
         refused(*adapt_arguments(shop, folder / "run", **{"--model": encoder}), words=words)
 
 
-def changed_model(shop: Workshop, place: Path, file: str, changes: dict[str, Any]) -> Path:
-    shutil.copytree(shop.folder / "run" / "model", place)
+def changed_model(shop: Workshop, place: Path, file: str, changes: dict[str, Any], run: str = "run") -> Path:
+    shutil.copytree(shop.folder / run / "model", place)
     content = json.loads((place / file).read_text())
     (place / file).write_text(json.dumps({**content, **changes}))
     return place
+
+
+@failure
+def odd_values_in_the_configuration_of_a_model(folder: Path, shop: Workshop) -> None:
+    data = shop.folder / "test.jsonl"
+    for number, (run, file, changes, words) in enumerate(
+        [
+            ("bigcn", "config.json", {"cosine_temperature": []}, "expected a positive number, got []"),
+            ("bigcn", "config.json", {"head_dropout": "x"}, "head_dropout: expected a number between 0 and 1"),
+            ("run", "config.json", {"num_attention_heads": -2}, "the model could not be loaded"),
+            ("run", "config.json", {"mtem_cosine_temperature": ["x"]}, "expected a positive number, got ['x']"),
+            ("run", "tokenizer_config.json", {"model_max_length": "x"}, "model_max_length: expected a positive number"),
+        ]
+    ):
+        model = changed_model(shop, folder / str(number), file, changes, run)
+        refused("predict", model, data, "--output", folder / "a.csv", words=words)
+
+
+@failure
+def a_tokenizer_that_panics(folder: Path, shop: Workshop) -> None:
+    model = changed_model(shop, folder / "model", "tokenizer.json", {})
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["post_processor"]["special_tokens"] = {}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused("predict", model, shop.folder / "test.jsonl", "--output", folder / "a.csv", words=str(model))
 
 
 # ---------------------------------------------------------------------- hangs

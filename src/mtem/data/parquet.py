@@ -43,7 +43,7 @@ def read_rows(path: str | Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[s
     file = _open(path, stream)
     names = file.schema_arrow.names
     row = 0
-    batches = file.iter_batches(batch_size=_rows_at_once(file))
+    batches = file.iter_batches(batch_size=rows_at_once(file))
     while True:
         try:
             batch = next(batches)
@@ -86,10 +86,11 @@ def _check_sizes(path: str | Path, file: pq.ParquetFile) -> None:
                 )
 
 
-def _rows_at_once(file: pq.ParquetFile) -> int:
+def rows_at_once(file: pq.ParquetFile, most: int = PARQUET_BATCH) -> int:
+    """Return how many rows to read at once, at most `most`, by the sizes that the file gives."""
     groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
     row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(PARQUET_BATCH, _BATCH_BYTES // max(1, row_bytes)))
+    return max(1, min(most, _BATCH_BYTES // max(1, row_bytes)))
 
 
 def _values(path: str | Path, row: int, name: str, column: pa.Array) -> list[Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    pass
+from mtem.errors import RequestError
 
 
 class CosineHead(nn.Module):
@@ -24,6 +23,11 @@ class CosineHead(nn.Module):
         The layer whose weights the head starts from.
     temperature
         The divisor :math:`T`.
+
+    Raises
+    ------
+    RequestError
+        If the temperature is not a positive number.
     """
 
     in_features: int
@@ -34,6 +38,10 @@ class CosineHead(nn.Module):
 
     def __init__(self, linear: nn.Linear | CosineHead, temperature: float) -> None:
         super().__init__()
+        # It may come from the config.json of a saved model.
+        number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+        if not number or not 0 < temperature < math.inf:
+            raise RequestError(f"temperature of the cosine classifier: expected a positive number, got {temperature!r}")
         self.in_features, self.out_features, self.temperature = linear.in_features, linear.out_features, temperature
         self.weight = nn.Parameter(linear.weight.detach().clone())
         self.register_buffer("bias", linear.weight.detach().new_zeros(self.out_features))

@@ -186,7 +186,10 @@ def check_tokenizer(
             f"{name}: its tokenizer has {max(vocabulary.values()) + 1} tokens and its weights have {embedding_count}: "
             f"they belong to different models; {AGAIN}"
         )
-    numbers = [number for ids in encode(_PROBES, tokenizer, 16) for number in ids]
+    try:
+        numbers = [number for ids in encode(_PROBES, tokenizer, 16) for number in ids]
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}") from None
     if not numbers or (embedding_count is not None and not 0 <= min(numbers) <= max(numbers) < embedding_count):
         raise RequestError(f"{name}: its tokenizer gives no numbers of its words; {AGAIN}")
     if (directory / "tokenizer_config.json").is_file():

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from mtem.data.tokens import encode
 from mtem.errors import RequestError
 from mtem.models import encoders, integrity
 
@@ -76,6 +77,7 @@ def load(
         integrity.check_loaded(network, info, name, classifier=classifier)
         integrity.check_types(network, Path(directory), name)
         integrity.check_tokenizer(tokenizer, network.get_input_embeddings(), Path(directory), name, saved=saved)
+        _check_runs(network, tokenizer, name)
     except RequestError:
         raise
     except Exception as error:  # damaged files fail in as many ways as there are files
@@ -88,6 +90,15 @@ def _count_weights(auto_cls: Any, configuration: PreTrainedConfig) -> int:
     with torch.device("meta"):
         network = auto_cls.from_config(copy.deepcopy(configuration))
     return sum(parameter.numel() for parameter in network.parameters())
+
+
+@torch.no_grad()
+def _check_runs(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Read one short text: a configuration may agree with the weights, and still describe a network that cannot run."""
+    ids = torch.tensor(encode(["a text"], tokenizer, 8))
+    output = network(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
+    if not torch.isfinite(output).all():
+        raise RequestError(f"{name}: its weights give numbers that are not finite; {integrity.AGAIN}")
 
 
 def max_positions(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

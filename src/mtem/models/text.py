@@ -139,7 +139,7 @@ class TextModel(Model):
         model = cls(network, tokenizer, pretrained.max_positions(network, tokenizer))
         temperature = getattr(network.config, COSINE, None)
         if temperature:
-            model.head = CosineHead.unfolded(cast(nn.Linear, model.head), float(temperature))
+            model.head = CosineHead.unfolded(cast(nn.Linear, model.head), temperature)
         return model
 
     def save(self, directory: str | os.PathLike[str]) -> None:

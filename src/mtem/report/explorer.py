@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from mtem.report.files import RunFiles
+from mtem.report.files import LONGEST_TEXT, RunFiles
 from mtem.run.overview import spread
 
 MOST_ROWS = 20_000  # of the table
-LONGEST = 100_000  # characters of a text
 SHORTEST = 80  # to which texts are cut at most
 SAMPLED_ROWS = 500  # from which the cut is guessed
 TYPICAL_WORDS = 3000
@@ -61,7 +60,7 @@ def explorer(run: RunFiles, budget: int) -> dict[str, Any] | None:
         return None
     frame = run.texts.iloc[spread(len(run.texts), MOST_ROWS)]
     longest = max(int(frame[name].map(len).max()) for name in ("text", "tree") if name in frame)
-    cut = min(longest, LONGEST)
+    cut = min(longest, LONGEST_TEXT)
     sample = frame.iloc[spread(len(frame), SAMPLED_ROWS)]
     while cut > SHORTEST and (ratio := len(pack(columns(run, sample, cut))) * len(frame) / len(sample) / budget) > 1.02:
         cut = max(SHORTEST, int(cut * min(0.9, max(0.3, 1 / ratio))))

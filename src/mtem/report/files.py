@@ -14,9 +14,12 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from mtem.atomic import read_json
+from mtem.data.parquet import rows_at_once
 from mtem.errors import RequestError
-from mtem.run.directory import RunDirectory
+from mtem.run.directory import ROWS_PER_GROUP, RunDirectory
 from mtem.run.evaluation import text_digest
+
+LONGEST_TEXT = 100_000  # characters that the page shows of a text
 
 T = TypeVar("T")
 DONE = "done"  # status of a finished run
@@ -180,7 +183,16 @@ def _frame(path: Path, needed: Sequence[str], allowed: Sequence[str] = ()) -> pd
     columns = pq.read_schema(path).names
     if missing := [name for name in needed if name not in columns]:
         raise ValueError(f"no column '{missing[0]}'")
-    frame: pd.DataFrame = pq.read_table(path, columns=[name for name in (*needed, *allowed) if name in columns]).to_pandas()
+    wanted = [name for name in (*needed, *allowed) if name in columns]
+    file = pq.ParquetFile(path)
+    parts = [_cut(batch.to_pandas()) for batch in file.iter_batches(rows_at_once(file, ROWS_PER_GROUP), columns=wanted)]
+    return pd.concat(parts, ignore_index=True) if parts else file.read(columns=wanted).to_pandas()
+
+
+def _cut(frame: pd.DataFrame) -> pd.DataFrame:
+    """Cut texts that are longer than the page shows, but for one character: together they may be larger than the memory."""
+    if "text" in frame:
+        frame["text"] = frame["text"].map(lambda text: text[: LONGEST_TEXT + 1] if isinstance(text, str) else text)
     return frame
 
 

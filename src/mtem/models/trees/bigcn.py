@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtem.capture import send
+from mtem.errors import RequestError
 from mtem.models.base import Head
 
 
@@ -232,6 +233,11 @@ class BiGCN(nn.Module):
         The width of the layer that reads the root alone; 0: there is none.
     head_dropout
         The dropout rate of what the head reads of both directions, in training.
+
+    Raises
+    ------
+    RequestError
+        If a rate is not one.
     """
 
     def __init__(
@@ -245,6 +251,9 @@ class BiGCN(nn.Module):
         head_dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        for name, rate in {"dropout": dropout, "drop_edge": drop_edge, "head_dropout": head_dropout}.items():
+            if not isinstance(rate, (int, float)) or not 0 <= rate <= 1:  # it may come from the config.json of a saved model
+                raise RequestError(f"{name}: expected a number between 0 and 1, got {rate!r}")
         self.dropout, self.drop_edge, self.root_hidden, self.head_dropout = dropout, drop_edge, root_hidden, head_dropout
         self.down, self.up = Direction(width, hidden), Direction(width, hidden)
         self.root = nn.Linear(width, root_hidden) if root_hidden else None
