@@ -36,6 +36,7 @@ CASES = {
         "method": "source-only",
         "source_epochs": 0.5,
         "source_learning_rate": 1e-3,
+        "max_grad_norm": 1.0,
         "pretrain_epochs": 0.5,
         "left_out_models": 1,
     },

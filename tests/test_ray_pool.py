@@ -23,6 +23,7 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONBREAKPOINT", "")  # Ray sets it, and leaves it behind
         ray.init(num_cpus=2, log_to_driver=False, logging_level="ERROR", include_dashboard=False, object_store_memory=10**8)
         yield
         ray.shutdown()

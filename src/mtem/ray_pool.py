@@ -40,6 +40,7 @@ def cluster() -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    before = dict(os.environ)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to other hosts
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a change to come
     ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=None if "RAY_ADDRESS" in os.environ else False)
@@ -47,6 +48,8 @@ def cluster() -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+        os.environ.clear()  # Ray leaves variables behind, one that replaces the debugger among them
+        os.environ.update(before)
 
 
 def default_jobs() -> int:
