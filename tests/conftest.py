@@ -42,6 +42,8 @@ def examples(count: int, **more) -> hypothesis.settings:
 # In two processes the longest files must not come last; the order inside a file is pytest-randomly's.
 LONG = (
     "test_fuzz",
+    "test_parallel",
+    "test_ray_pool",
     "test_model",
     "test_search",
     "test_runner",

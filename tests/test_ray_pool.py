@@ -8,10 +8,14 @@ import os
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mtem import processes, ray_pool
-from mtem.errors import RequestError
+from mtem.errors import RequestError, RunError
+from mtem.models.text import TextModel
+from tests.conftest import make_texts
 from tests.processes import wait_for
 
 ray = pytest.importorskip("ray")
@@ -23,6 +27,7 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONBREAKPOINT", "")  # Ray sets it, and leaves it behind
         ray.init(num_cpus=2, log_to_driver=False, logging_level="ERROR", include_dashboard=False, object_store_memory=10**8)
         yield
         ray.shutdown()
@@ -79,6 +84,35 @@ def test_workers_for_a_cluster(monkeypatch):
     assert ray_pool.default_jobs() == 1
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": 8.0})
     assert ray_pool.default_jobs() == 32
+
+
+def test_a_cluster_that_cannot_be_reached(monkeypatch):
+    def fail(**options):
+        raise ConnectionError("nobody\nthere")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(RunError, match="no cluster could be started here: nobody there"):
+        ray_pool.default_jobs()
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    with pytest.raises(RunError, match="the cluster at RAY_ADDRESS=somewhere:6379 cannot be reached"):
+        ray_pool.default_jobs()
+
+
+def test_a_folder_has_the_same_predictions(encoder, tmp_path, command):
+    model = TextModel.create(encoder, ["bad", "good"], max_length=16)
+    model.save(tmp_path / "model")
+    for number in range(2):
+        texts = [text for text, _ in make_texts(20, number)] + [""]
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        pq.write_table(pa.table({"text": texts}), tmp_path / "texts" / f"{number}.parquet")
+    found = {}
+    for engine in ("processes", "ray"):
+        output = tmp_path / engine
+        code, told, _ = command("predict", tmp_path / "model", tmp_path / "texts", "--output", output, "--engine", engine)
+        assert code == 0 and "42 rows" in told and "2 rows have no text" in told
+        found[engine] = {path.name: pq.read_table(path).to_pydict() for path in output.glob("*.parquet")}
+    assert found["ray"] == found["processes"] and sorted(found["ray"]) == ["0.parquet", "1.parquet"]
 
 
 def test_ray_is_an_extra(monkeypatch, command, tmp_path):

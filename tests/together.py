@@ -17,22 +17,23 @@ ROOT = Path(__file__).parents[1]
 
 
 def outcome(case: dict[str, Any]) -> dict[str, Any]:
-    """What an adaptation ends with: the weights that were evaluated last, its indexes, and the figures of its history."""
+    """What came of an adaptation: the weights evaluated first and last, its indexes, and the figures of its history."""
     import mtem
 
     lines: list[dict[str, Any]] = []
-    weights: dict[str, list[Any]] = {}
+    weights: list[dict[str, list[Any]]] = []
 
     def observe(line: dict[str, Any], model: torch.nn.Module) -> None:
         lines.append(line)
         if line["stage"] == "evaluation":
-            weights.update({name: value.tolist() for name, value in model.named_parameters()})
+            weights.append({name: value.tolist() for name, value in model.named_parameters()})
 
     adapted = mtem.adapt(**case, log_every=1, observe=observe)
     history = [{name: value for name, value in line.items() if isinstance(value, float)} for line in lines]
     table = adapted.indexes
     return {
-        "weights": weights,
+        "start": weights[0],
+        "weights": weights[-1],
         "index": table["index"].tolist() if "index" in table else None,
         "confidence": table["confidence"].tolist(),
         "history": history,

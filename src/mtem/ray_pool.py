@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mtem.errors import RequestError
+from mtem.errors import RequestError, RunError
 from mtem.processes import INTERVAL, Outcome, Queue, Report, Result, Task, attempt
 
 PER_GPU = 4  # workers that share a GPU at most, where their number is not given
@@ -40,13 +40,21 @@ def cluster() -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    before = dict(os.environ)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to other hosts
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a change to come
-    ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=None if "RAY_ADDRESS" in os.environ else False)
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=None if address else False)
+    except Exception as error:  # of many kinds, by what is wrong with the cluster
+        where = f"the cluster at RAY_ADDRESS={address} cannot be reached" if address else "no cluster could be started here"
+        raise RunError(f"--engine ray: {where}: {' '.join(str(error).split())[:300]}") from error
     try:
         yield ray
     finally:
         ray.shutdown()
+        os.environ.clear()  # Ray leaves variables behind, one that replaces the debugger among them
+        os.environ.update(before)
 
 
 def default_jobs() -> int:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from mtem.errors import RequestError
 from mtem_paper import cells, protocol, runner, search
 from tests.paper.tiny import TINY, planned, results_of, stripped, write_method
@@ -53,6 +55,15 @@ def test_when_theta_1_fails_so_do_all_that_begin_there(amazon, encoder, tmp_path
     monkeypatch.setattr(search, "adapt", failing)
     summary = runner.run(planned(encoder, ["out", "mtem", "mme"]), tmp_path, data=amazon, model=str(encoder), device="cpu")
     assert summary.done == 0 and len(summary.failed) == 3 and tries == ["source-only", "mme"]
+
+
+def test_a_ray_cluster_finds_the_same(ran, amazon, encoder, tmp_path):
+    pytest.importorskip("ray")
+    folder, found, _ = ran
+    summary = runner.run(found[:1], tmp_path, data=amazon, model=str(encoder), device="cpu", pool="ray")
+    assert (summary.done, summary.failed) == (1, [])
+    ours, theirs = (json.loads((place / found[0].address).read_bytes()) for place in (tmp_path, folder))
+    assert stripped(ours) == stripped(theirs)
 
 
 def test_no_cell_is_begun_after_the_limit(amazon, encoder, tmp_path, monkeypatch):

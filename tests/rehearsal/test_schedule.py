@@ -15,6 +15,7 @@ import mtem
 from mtem import processes
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError, RunError
+from mtem.progress import Progress
 from mtem.rehearsal import schedule
 from mtem.rehearsal.domains import DOMAINS, Domains
 from mtem.rehearsal.plan import make_plan
@@ -49,6 +50,20 @@ def finish(work, trial):
 
 
 # ---------------------------------------------------------------------- which trials
+
+
+def test_tasks_run_where_they_are_asked_to(work, monkeypatch):
+    pools = []
+
+    def run(groups, *arguments, pool, **options):
+        pools.append((groups, pool))
+        yield from ()
+
+    monkeypatch.setattr(processes, "run", run)
+    monkeypatch.setattr(schedule, "read_json", lambda path: FIRST | {"resolved": {"learning_rate": 1e-3, "frozen_layers": 0}})
+    with pytest.raises(RunError, match="no method was tried"):
+        schedule.run_trials(work, work.plan, 2, None, Progress(quiet=True), "ray")
+    assert [pool for _, pool in pools] == ["ray", "ray"] and len(pools[1][0][0]) == 8
 
 
 def test_the_first_method_and_rate_come_first_in_all_domains(work):

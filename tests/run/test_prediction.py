@@ -1,4 +1,4 @@
-"""Predictions for folders of Parquet files, in this process and on a Ray cluster."""
+"""Predictions for folders of Parquet files; those on a Ray cluster are in test_ray_pool."""
 
 from __future__ import annotations
 
@@ -50,14 +50,6 @@ def test_every_file_has_its_predictions(run, folder, tmp_path):
         alone.parent.mkdir(parents=True, exist_ok=True)
         predict_folder(run, folder / name, alone, all_probabilities=True)
         assert pq.read_table(alone).to_pydict() == table
-
-
-def test_ray_predicts_the_same(run, folder, tmp_path, command):
-    pytest.importorskip("ray")
-    predict_folder(run, folder, tmp_path / "out")
-    code, told, _ = command("predict", run, folder, "--output", tmp_path / "ray", "--engine", "ray", "--jobs", 1, "--quiet")
-    assert code == 0 and "63 rows" in told and "3 rows have no text" in told
-    assert tables(tmp_path / "ray") == tables(tmp_path / "out")
 
 
 def test_the_same_command_continues(run, folder, tmp_path, command):
