@@ -39,6 +39,9 @@ def test_the_second_is_refused_at_once_and_told_by_whom(tmp_path):
         assert f"process {os.getpid()} on " in str(refused.value) and "is writing to this folder" in str(refused.value)
         assert names(tmp_path / "run") == [NAME]
     assert not (tmp_path / "run").exists()  # nothing was written there
+    with FolderLock(tmp_path / "above" / "run"):
+        pass
+    assert names(tmp_path) == []
     with FolderLock(tmp_path / "run"):
         (tmp_path / "run" / "file").write_text("x")
     assert names(tmp_path / "run") == ["file"]

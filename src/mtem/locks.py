@@ -32,7 +32,7 @@ class FolderLock:
     Parameters
     ----------
     folder
-        The folder; it is created if it does not exist, and removed again if it is empty in the end.
+        The folder; it and those above it are created if they do not exist, and removed again if they are empty in the end.
 
     Raises
     ------
@@ -45,12 +45,14 @@ class FolderLock:
         self._own = {**_identity(), "token": secrets.token_hex(8)}
         self._ended = threading.Event()
         self._lost = False
+        self._created: list[Path] = []
 
     def __enter__(self) -> FolderLock:
         """Take the lock."""
         interrupts.unwind()
         try:
             with disk_errors(self.path):
+                self._created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._take()
         except PermissionError as error:
@@ -64,7 +66,8 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if self._is_own():
                 self.path.unlink()
-            self.folder.rmdir()  # refused unless it is empty
+            for path in self._created:
+                path.rmdir()  # refused unless it is empty
 
     def check(self) -> None:
         """Raise an error if another process has taken the folder over, as after this one was suspended for minutes."""
@@ -75,7 +78,7 @@ class FolderLock:
 
     def _take(self) -> None:
         for _ in range(3):  # a lock may go away, or be taken over, while it is looked at
-            if self._created():
+            if self._create():
                 return
             found = _read(self.path)
             if found is not None and not _is_stale(self.path, found):
@@ -86,7 +89,7 @@ class FolderLock:
                 self._remove_stale(found)
         raise RequestError(f"{self.folder}: other processes are taking this folder; give another one")
 
-    def _created(self) -> bool:
+    def _create(self) -> bool:
         try:
             number = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:

@@ -36,7 +36,10 @@ UNFINISHED: dict[Any, Any] = {"status": str, "data": [_ENTRY], "resolved?": {str
 FINISHED: dict[Any, Any] = {
     **UNFINISHED, "model": str, "preset": str, "classes": [str], "settings": dict, "advice": {str: _ADVICE}, "recommended": str,
     "why": str, "rehearsed": [str], "left_out": [{"kind": str, "name": str}], "metric": str, "notes": [str],
-    "trials": [{"method": str, "domain": str}],
+    "trials": [{
+        "method": str, "domain": str, "rare": str, "after": (*NUMBER, None), "before": NUMBER, "last": NUMBER, "best": NUMBER,
+        "by_infomax": NUMBER,
+    }],
 }  # fmt: skip
 OUTSIDE = 0.05  # how far shares and confidence may lie outside what was rehearsed before a warning
 
@@ -120,11 +123,7 @@ class Rehearsal:
         if record["status"] != "done":
             raise RequestError(f"{path}: this rehearsal is not finished; finish it with 'mtem rehearse ... --resume'")
         record = read_json(path / RECORD, FINISHED, again)
-        wrong = [
-            name for name, advice in record["advice"].items()
-            if len(advice["shares"]) != 2 or any(len(row) != len(record["classes"]) for row in advice["shares"])
-            or len(advice["confidence"]) != 2 or min(advice["temperature_before"], advice["temperature_after"]) <= 0
-        ]  # fmt: skip
+        wrong = [name for name in record["advice"] if not _is_whole(record, name)]
         if wrong or record["recommended"] not in {SOURCE_ONLY, *record["advice"]}:
             raise RequestError(f"{path / RECORD}: is damaged (advice for {(wrong or [record['recommended']])[0]}); {again}")
         try:
@@ -165,6 +164,20 @@ class Rehearsal:
                 raise RequestError(
                     f"{self.path or 'rehearsal'}: {name} was {self.record[name]} there and is {other} here; rehearse again"
                 )
+
+
+def _is_whole(record: Mapping[str, Any], method: str) -> bool:
+    """Return whether the advice for a method has all classes and domains, and the trials that it came from."""
+    advice, domains = record["advice"][method], set(record["rehearsed"])
+    trials = [trial for trial in record["trials"] if trial["method"] == method and trial["after"] is not None]
+    gains = set(advice["gains"]) if advice["adapt"] else {trial["domain"] for trial in trials if not trial["rare"]}
+    return (
+        [len(row) for row in advice["shares"]] == 2 * [len(record["classes"])]
+        and len(advice["confidence"]) == 2
+        and min(advice["temperature_before"], advice["temperature_after"]) > 0
+        and set(advice["errors_after"]) <= set(advice["accuracy_after"])
+        and (method == SOURCE_ONLY or (bool(trials) and domains <= gains))
+    )
 
 
 def correct_estimate(estimate: Estimate, accuracies: Mapping[str, float], errors: Mapping[str, float]) -> Estimate:
