@@ -260,6 +260,25 @@ def files_that_are_none(folder: Path, shop: Workshop) -> None:
 
 
 @failure
+def runs_with_files_that_are_none(folder: Path, shop: Workshop) -> None:
+    for number, name in enumerate(
+        ("run.json", "model/config.json", "model/model.safetensors", "indexes.parquet", "history.jsonl")
+    ):
+        run = folder / str(number)
+        shutil.copytree(shop.folder / "run", run)
+        (run / name).unlink()
+        if number % 2:
+            os.symlink("/dev/zero", run / name)
+        else:
+            os.mkfifo(run / name)
+        words = f"{name}: is {'a device' if number % 2 else 'a named pipe'}"
+        refused("predict", run, shop.folder / "test.jsonl", "--output", folder / "a.csv", words=words)
+        refused("report", run, words=words)
+        refused(*adapt_arguments(shop, run), "--resume", words="" if name == "run.json" else words)
+    refused(*adapt_arguments(shop, folder / "run", **{"--model": folder / "1" / "model"}), words="config.json: is a device")
+
+
+@failure
 def newlines_without_end(folder: Path, shop: Workshop) -> None:
     for name, line in (("a.csv.gz", b"\n"), ("a.jsonl.gz", b"   \n")):
         first = b"text\nword1\n" if "csv" in name else b'{"text": "word1"}\n'

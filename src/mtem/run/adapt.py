@@ -18,6 +18,7 @@ from mtem.data import summary
 from mtem.data.corpus import Corpus, check_source, check_target
 from mtem.data.loading import load_corpus
 from mtem.errors import RequestError
+from mtem.files import check_folder
 from mtem.methods.base import Method
 from mtem.models import encoders
 from mtem.models.base import Model, ModelSettings
@@ -159,6 +160,7 @@ def adapt(
     path = Path(output) if output is not None else None
     if path is not None:
         RunDirectory(path).check_available(resume)
+        check_folder(path)
     name = models.find(model, chosen.model)
     if source_model is not None and not isinstance(source_model, Adapted):
         source_model = Adapted.load(source_model)
