@@ -48,6 +48,24 @@ def open_regular(path: str | Path) -> IO[bytes]:
         raise RequestError(f"{str(path)!r}: is not a path ({error})") from None
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that has a named pipe or a device among its files, before a library opens one of them.
+
+    Two levels of folders in it are looked at: models and checkpoints have no more.
+
+    Raises
+    ------
+    RequestError
+        With the first of them.
+    """
+    for place, folders, names in os.walk(folder):
+        if len(Path(place).relative_to(folder).parts) >= 2:
+            folders.clear()
+        for name in names:
+            if kind := special_kind(path := Path(place, name)):
+                raise RequestError(f"{path}: is {kind}; only regular files are read: copy the folder again without it")
+
+
 def check_writable(path: str | Path) -> None:
     """Refuse a path to write to that is a folder, a named pipe, a device, or a link that leads to itself.
 

@@ -7,11 +7,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from mtem.errors import RequestError, RunError
 from tests.fuzz import past
 from tests.fuzz.targets import SHARES, TARGETS, check_message
 from tests.fuzz.workers import Case, drawn, folder
 from tests.fuzz.workshop import Workshop
+
+torch.set_num_threads(1)  # tiny models
 
 PAST = "past"
 _workshops: dict[Path, Workshop] = {}

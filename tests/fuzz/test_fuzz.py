@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import time
-
 import pytest
 
 from tests.fuzz import cases, past, workers
+from tests.fuzz.misbehave import misbehave
 from tests.fuzz.targets import TARGETS, attempt
 from tests.fuzz.workers import Case, run_all
 from tests.fuzz.workshop import Workshop
 
-COUNT = 250
+COUNT = 200
 ONLY_IN_MAKE_FUZZ = ("checkpoint", "run.json")  # the first takes seconds a case
 
 
@@ -55,16 +53,6 @@ def test_a_case_is_the_same_in_every_run():
         == workers.drawn(case).randbytes(8)
         != workers.drawn(case._replace(number=8)).randbytes(8)
     )
-
-
-def misbehave(case: Case, shop) -> None:
-    """Run in a worker: each number fails in another way."""
-    if case.number == 0:
-        raise KeyError("a bug")
-    if case.number == 1:
-        os._exit(9)
-    if case.number == 3:
-        time.sleep(600)
 
 
 def test_what_the_workers_notice(monkeypatch, tmp_path):

@@ -48,7 +48,7 @@ def run_all(
     shop
         The folder that the cases read.
     run
-        Runs a case in a process; it must be a function of a module.
+        Runs a case in a process; it must be a function of a module, which is imported before the first case begins.
     jobs
         Number of processes.
     memory
@@ -125,11 +125,6 @@ class _Worker:
 
 
 def _serve(connection: Connection, shop: Path, run: Callable[[Case, Path], None], memory: int) -> None:
-    import torch
-
-    import tests.fuzz.cases  # noqa: F401 (what the cases need)
-
-    torch.set_num_threads(1)
     # What the watch on the peak would see too late: allocations beyond this fail at once.
     resource.setrlimit(resource.RLIMIT_DATA, (2 * MEMORY, 2 * MEMORY))
     devnull = os.open(os.devnull, os.O_WRONLY)

@@ -13,7 +13,7 @@ from mtem.data.formats import PARQUET_BATCH, check_names
 from mtem.errors import RequestError
 
 _BATCH_BYTES = 1 << 26  # of the cells read at once, by the sizes that the file gives
-_BOMB_BYTES, _BOMB_RATIO = 1 << 28, 200  # a column that expands to so many bytes, and so many times, is refused
+BOMB_BYTES, BOMB_RATIO = 1 << 28, 200  # a column that expands to so many bytes, and so many times, is refused
 
 
 def read_schema(path: str | Path, stream: IO[bytes]) -> list[str]:
@@ -79,7 +79,7 @@ def _check_sizes(path: str | Path, file: pq.ParquetFile) -> None:
         for number in range(file.metadata.num_columns):
             chunk = file.metadata.row_group(group).column(number)
             size, stored = chunk.total_uncompressed_size, max(1, chunk.total_compressed_size)
-            if size > _BOMB_BYTES and size > _BOMB_RATIO * stored:
+            if size > BOMB_BYTES and size > BOMB_RATIO * stored:
                 raise RequestError(
                     f"{path}: column {chunk.path_in_schema!r}: {stored} bytes would expand to {size}, {size // stored} times as "
                     "many; such files are refused: write it again without padding"

@@ -25,7 +25,6 @@ from mtem.files import open_regular
 
 _LARGEST_FIELD = 2**31 - 1  # the largest limit the csv module accepts on every platform
 MOST_BLANK_ROWS = 1_000_000  # one after the other
-_BOMB_BYTES, _BOMB_RATIO = 1 << 28, 200  # gzipped Parquet that expands further is refused
 _GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
@@ -111,7 +110,7 @@ def _decompressed(path: str | Path, stream: Any) -> Iterator[IO[bytes]]:
 
 
 def _unpack(path: str | Path, stream: IO[bytes], decompressed: IO[bytes]) -> None:
-    most = max(_BOMB_BYTES, _BOMB_RATIO * Path(path).stat().st_size)
+    most = max(parquet.BOMB_BYTES, parquet.BOMB_RATIO * Path(path).stat().st_size)
     while block := stream.read(1 << 20):
         decompressed.write(block)
         if decompressed.tell() > most:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mtem.data.tokens import encode
 from mtem.errors import RequestError
+from mtem.files import check_folder, special_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +56,7 @@ def check_files(directory: Path, name: str) -> None:
         If one of them is missing or cannot be read.
     """
     config = _json(directory / "config.json", name, ", so this is not a Hugging Face model directory")
+    check_folder(directory)
     if (directory / "adapter_config.json").is_file():
         raise RequestError(f"{name}: expected a whole model, got an adapter (adapter_config.json); merge it and save the result")
     for file in ("config.json", "tokenizer_config.json"):
@@ -134,6 +136,8 @@ def _check_shard(directory: Path, name: str, by: str, file: Any, needed: bool = 
 
 
 def _json(path: Path, name: str, consequence: str = "") -> dict[str, Any]:
+    if kind := special_kind(path):
+        raise RequestError(f"{path}: is {kind}; only regular files are read: copy the folder again without it")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtem.errors import RequestError
+from mtem.files import open_regular
 
 if TYPE_CHECKING:
     from mtem.data.corpus import Corpus
@@ -116,8 +117,14 @@ def load(directory: str | os.PathLike[str]) -> Model:
 
 def _saved_kind(directory: Path) -> Kind:
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # missing or damaged: the loader of encoders has the right message
+        with open_regular(directory / "config.json") as file:
+            config = json.load(file)
+    except (
+        RequestError,
+        OSError,
+        ValueError,
+        RecursionError,
+    ):  # missing or damaged: the loader of encoders has the right message
         return ENCODER
     model_type = config.get("model_type") if isinstance(config, dict) else None
     return next((kind for kind in KINDS if kind.model_type == model_type), ENCODER)

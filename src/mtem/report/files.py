@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from mtem.atomic import read_json
 from mtem.data.parquet import rows_at_once
 from mtem.errors import RequestError
+from mtem.files import check_folder
 from mtem.run.directory import ROWS_PER_GROUP, RunDirectory
 from mtem.run.evaluation import text_digest
 
@@ -103,6 +104,7 @@ def read_run(path: Path) -> RunFiles:
     RequestError
         If it is no run directory.
     """
+    check_folder(path)
     directory = RunDirectory(path)
     if not path.is_dir():
         raise RequestError(f"{path}: no such folder; give the --output folder of 'mtem adapt'")

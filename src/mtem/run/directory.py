@@ -38,6 +38,7 @@ from torch import Tensor
 from mtem import locks
 from mtem.atomic import clear_parts, disk_errors, is_part, read_json, replaced, write_json
 from mtem.errors import RequestError
+from mtem.files import check_folder
 from mtem.models import integrity
 from mtem.models.base import Model
 from mtem.run.record_schema import FINISHED_RUN, RUN, UNFINISHED_RUN
@@ -163,6 +164,7 @@ class RunDirectory:
     def claimed(self, resume: bool) -> Iterator[None]:
         """Hold the lock of the folder inside the ``with`` block, in which a run writes to it. Refuse a folder that is taken."""
         self.check_available(resume)
+        check_folder(self.root)
         with locks.FolderLock(self.root) as lock:
             self.check_available(resume)  # another run may have ended in between
             self.checkpoints.before_write = lock.check

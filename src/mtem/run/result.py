@@ -15,6 +15,7 @@ from torch import Tensor
 from mtem import inference, models
 from mtem.data.corpus import Corpus
 from mtem.errors import RequestError
+from mtem.files import check_folder
 from mtem.models import integrity
 from mtem.models.base import Model
 from mtem.run.directory import SOURCE, RunDirectory
@@ -61,6 +62,7 @@ class Adapted:
         path = Path(path)
         if not path.is_dir():
             raise RequestError(f"{path}: no such folder; give the --output folder of 'mtem adapt'")
+        check_folder(path)
         directory = RunDirectory(path)
         if not directory.has_record():
             if (path / "config.json").is_file():

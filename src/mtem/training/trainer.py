@@ -96,7 +96,8 @@ class Trainer:
         scaled = method.model.precision is torch.float16
         self.scaler = torch.amp.GradScaler(method.model.device.type, enabled=scaled)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        deferred = self._fused and (method.model.device.type == "cuda" or capture is not None)
+        # Of several processes each looks at once: what a method keeps between steps is gathered, and cannot be put back later.
+        deferred = self._fused and (method.model.device.type == "cuda" or capture is not None) and not parallel.is_together()
         self.guard = StepGuard(
             method, name, settings.max_skipped_steps, deferred=deferred, batches=self._batches, describe=describe,
             record=lambda line: self.record(line),
