@@ -32,8 +32,8 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
     history = [{name: value for name, value in line.items() if isinstance(value, float)} for line in lines]
     table = adapted.indexes
     return {
-        "start": weights[0],
-        "weights": weights[-1],
+        "start": weights[0] if weights else {},  # only the first process observes
+        "weights": weights[-1] if weights else {},
         "index": table["index"].tolist() if "index" in table else None,
         "confidence": table["confidence"].tolist(),
         "history": history,

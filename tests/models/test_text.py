@@ -416,10 +416,8 @@ def test_recomputed_layers_round_as_others_do(bert):
 
 
 def test_parts_are_for_training_and_not_for_predictions(bert, monkeypatch):
-    sizes, one_pass = [], TextModel.one_pass
-    monkeypatch.setattr(
-        TextModel, "one_pass", lambda self, inputs: sizes.append(len(inputs["input_ids"])) or one_pass(self, inputs)
-    )
+    sizes, _pass = [], TextModel._pass
+    monkeypatch.setattr(TextModel, "_pass", lambda self, inputs: sizes.append(len(inputs["input_ids"])) or _pass(self, inputs))
     bert.save_memory(4)
     with torch.no_grad():
         bert(batch(bert))
