@@ -18,7 +18,7 @@ from mtem.data import readers, records, threads
 from mtem.data.batching import sequential
 from mtem.data.threads import NODES, Thread
 from mtem.data.writers import Writer
-from mtem.errors import RequestError
+from mtem.errors import RequestError, RunError
 from mtem.models.base import Model
 from mtem.models.scoring import scorers
 from mtem.progress import Progress
@@ -207,7 +207,10 @@ def _predict(model: Model, examples: Sequence[str | Thread]) -> np.ndarray:
         encoded = model.encode_texts(texts)
     else:  # all in one encoding, so that texts and threads share batches
         encoded = model.encode_threads([Thread([example], [-1]) if isinstance(example, str) else example for example in examples])
-    return probabilities(compute_logits(model, encoded).logits)
+    logits = compute_logits(model, encoded).logits
+    if not np.isfinite(logits).all():
+        raise RunError("the model gives numbers that are not finite; its weights are damaged: copy or train it again")
+    return probabilities(logits)
 
 
 class Predicted(NamedTuple):

@@ -19,6 +19,7 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors.torch import load_file, save_file
 
 from mtem.cli import main
 from mtem.data import parquet, readers
@@ -156,6 +157,25 @@ def parquet_dates_outside_the_range_of_python(folder: Path, shop: Workshop) -> N
 
 
 @failure
+def a_time_that_is_none(folder: Path, shop: Workshop) -> None:
+    when = pa.Array.from_buffers(pa.timestamp("ns"), 2, [None, pa.py_buffer(bytes(7) + b"\x80" + bytes(8))])
+    pq.write_table(pa.table({"text": ["word1", "word2"], "when": when}), folder / "a.parquet")
+    for ending in (".parquet", ".csv"):
+        rows = predicted(shop, folder / "a.parquet", ending)
+        assert rows[0]["when"] in (None, "") and str(rows[1]["when"]).startswith("1970-01-01")
+
+
+@failure
+def weights_that_overflow(folder: Path, shop: Workshop) -> None:
+    model = changed_model(shop, folder / "model", "config.json", {})
+    weights = load_file(model / "model.safetensors")
+    weights["classifier.weight"][:] = 3e38
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = command("predict", model, shop.folder / "test.jsonl", "--output", folder / "a.csv", "--quiet")
+    assert code in (1, 2) and "not finite" in err and not (folder / "a.csv").exists(), err
+
+
+@failure
 def one_distinct_text_for_each_class(folder: Path, shop: Workshop) -> None:
     rows = [{"text": ("word1 bad1", "word2 good1")[k % 2], "label": ("bad", "good")[k % 2]} for k in range(40)]
     source = lines(folder / "a.jsonl", *rows)
@@ -197,6 +217,7 @@ def odd_values_in_the_configuration_of_a_model(folder: Path, shop: Workshop) -> 
     for number, (run, file, changes, words) in enumerate(
         [
             ("bigcn", "config.json", {"cosine_temperature": []}, "expected a positive number, got []"),
+            ("bigcn", "config.json", {"cosine_temperature": MANY}, "expected a positive number"),
             ("bigcn", "config.json", {"head_dropout": "x"}, "head_dropout: expected a number between 0 and 1"),
             ("run", "config.json", {"num_attention_heads": -2}, "the model could not be loaded"),
             ("run", "config.json", {"mtem_cosine_temperature": ["x"]}, "expected a positive number, got ['x']"),

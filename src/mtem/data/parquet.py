@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mtem.data.formats import PARQUET_BATCH, check_names
+from mtem.data.values import is_missing
 from mtem.errors import RequestError
 
 _BATCH_BYTES = 1 << 26  # of the cells read at once, by the sizes that the file gives
@@ -100,7 +101,10 @@ def _values(path: str | Path, row: int, name: str, column: pa.Array) -> list[Any
         if pa.types.is_dictionary(column.type):
             texts: list[Any] = column.dictionary.to_pylist()
             return [None if position is None else texts[position] for position in column.indices.to_pylist()]
-        return list(column.to_pylist())
+        values: list[Any] = column.to_pylist()
+        if pa.types.is_timestamp(column.type):  # pandas has a time that is none, in the place of the smallest
+            return [None if is_missing(value) else value for value in values]
+        return values
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise RequestError(

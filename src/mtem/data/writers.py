@@ -203,7 +203,7 @@ class _ParquetSpool:
             return pa.array(values)
         except UnicodeEncodeError:
             return pa.array([v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for v in values])
-        except (pa.ArrowException, OverflowError):
+        except (pa.ArrowException, OverflowError, ValueError, TypeError):
             raise self._mixed_types(f"column {name!r}") from None
 
     def _mixed_types(self, detail: str) -> RequestError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,7 +38,7 @@ class CosineHead(nn.Module):
         super().__init__()
         # It may come from the config.json of a saved model.
         number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-        if not number or not 0 < temperature < math.inf:
+        if not number or not 0 < temperature < 1e15:
             raise RequestError(f"temperature of the cosine classifier: expected a positive number, got {temperature!r}")
         self.in_features, self.out_features, self.temperature = linear.in_features, linear.out_features, temperature
         self.weight = nn.Parameter(linear.weight.detach().clone())
