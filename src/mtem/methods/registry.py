@@ -26,6 +26,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from mtem.capture import is_recording
 from mtem.errors import RequestError, RunError
 from mtem.files import special_kind
 from mtem.methods.base import Batch, Method, StepLog, Update
@@ -110,6 +111,8 @@ def _name_the_file_in_errors(method_cls: type[Method], path: Path) -> None:
         except SystemExit as stop:
             raise RunError(f"{path}: step {number + 1} calls exit({stop.code!r})") from None
         except Exception as error:
+            if is_recording():  # a step that cannot be captured runs again, without
+                raise
             raise RunError(f"{path}{_line_in(path, error)}: step {number + 1} failed: {type(error).__name__}: {error}") from error
         if not isinstance(log, dict) or not all(isinstance(value, (Tensor, int, float)) for value in log.values()):
             got = "nothing" if log is None else f"a {type(log).__name__}"
