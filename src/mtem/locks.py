@@ -80,11 +80,7 @@ class FolderLock:
         for _ in range(3):  # a lock may go away, or be taken over, while it is looked at
             if self._create():
                 return
-            found = _read(self.path)
-            if found is not None and not _is_stale(self.path, found):
-                raise RequestError(
-                    f"{self.folder}: {_describe(found)} is writing to this folder; wait for it, or give another one"
-                )
+            found = check_free(self.folder)
             if found is not None:
                 self._remove_stale(found)
         raise RequestError(f"{self.folder}: other processes are taking this folder; give another one")
@@ -120,6 +116,20 @@ class FolderLock:
                 elif self.path.parent.is_dir() and not self._ended.is_set():
                     self._lost = True
                     return
+
+
+def check_free(folder: Path) -> dict[str, Any] | None:
+    """Refuse a folder that a living process holds. Return what the lock of a dead one says; None if there is no lock.
+
+    Raises
+    ------
+    RequestError
+        With the process that holds it.
+    """
+    found = _read(folder / NAME)
+    if found is not None and not _is_stale(folder / NAME, found):
+        raise RequestError(f"{folder}: {_describe(found)} is writing to this folder; wait for it, or give another one")
+    return found
 
 
 def _identity() -> dict[str, Any]:

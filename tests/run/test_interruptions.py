@@ -129,6 +129,10 @@ def test_the_second_run_into_a_folder_is_refused_at_once(request_, tmp_path, com
         for more in ((), ("--resume",)):
             code, _, errors = command(*arguments(given, run), *more)
             assert code == 2 and f"process {os.getpid()} on " in errors and "is writing to this folder" in errors
+        (run / "run.json").write_text("{}")  # it has begun
+        code, _, errors = command(*arguments(given, run))
+        assert code == 2 and "is writing to this folder" in errors
+        (run / "run.json").unlink()
         code, _, errors = command("rehearse", "--source", given["source"][0], "--output", run)
         assert code == 2 and "is writing to this folder" in errors
         assert [path.name for path in run.iterdir()] == [".lock"]

@@ -163,6 +163,7 @@ class RunDirectory:
     @contextlib.contextmanager
     def claimed(self, resume: bool) -> Iterator[None]:
         """Hold the lock of the folder inside the ``with`` block, in which a run writes to it. Refuse a folder that is taken."""
+        locks.check_free(self.root)  # first: a run that is going on is not "another run"
         self.check_available(resume)
         check_folder(self.root)
         with locks.FolderLock(self.root) as lock:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtem import parallel
 from mtem.errors import RunError
 from mtem.methods.base import Batch, Method, StepLog, without_dropout
 from mtem.training import checkpoints
@@ -86,8 +87,10 @@ class StepGuard:
         if not values:
             return None
         bad = (~torch.isfinite(torch.stack(values))).any().float()
-        if not self.deferred and not bool(bad):
-            return None
+        if not self.deferred:  # of several processes all skip, or none
+            if not parallel.anyone(bool(bad)):
+                return None
+            bad = torch.ones_like(bad)
         self._bad.copy_(torch.maximum(self._bad, bad))
         return bad
 
@@ -115,7 +118,7 @@ class StepGuard:
             self._flags.append((step, bad))
             if len(self._flags) >= LOOK_EVERY:
                 self.look()
-        elif bool(bad):
+        elif parallel.anyone(bool(bad)):
             self.restore()
             self._report(step, {name: float(value) for name, value in log.items() if name.endswith("loss")})
 
