@@ -66,13 +66,10 @@ def logged_progress(quiet: bool = False) -> Iterator[Progress]:
 @contextlib.contextmanager
 def no_progress() -> Iterator[Progress]:
     """Show nothing: another process of the run does."""
-    root = logging.getLogger("mtem")
-    level = root.level
-    root.setLevel(logging.CRITICAL)
-    try:
+    from mtem.rehearsal.trials import quiet_logging
+
+    with quiet_logging():
         yield Progress(quiet=True)
-    finally:
-        root.setLevel(level)
 
 
 def parse_settings(options: list[str] | None) -> dict[str, Any]:
