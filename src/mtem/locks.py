@@ -126,7 +126,7 @@ def check_free(folder: Path) -> dict[str, Any] | None:
     RequestError
         With the process that holds it.
     """
-    found = _read(folder / NAME)
+    found = _read(folder / NAME) if folder.is_dir() else None
     if found is not None and not _is_stale(folder / NAME, found):
         raise RequestError(f"{folder}: {_describe(found)} is writing to this folder; wait for it, or give another one")
     return found
