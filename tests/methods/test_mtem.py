@@ -10,9 +10,11 @@ import torch
 from mtem import annealing
 from mtem.errors import RequestError
 from mtem.methods.base import Batch, cross_entropy, functional
+from mtem.methods.fixmatch import FixMatch
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings, PseudoLabels
 from tests.bench import RECIPE, Bench
 from tests.reference import algorithm1
+from tests.tolerance import assert_weights_near
 
 OWN = {field.name for field in dataclasses.fields(MtemSettings)}
 LITERAL = {name: value for name, value in PAPER.items() if name in OWN or name in RECIPE}
@@ -132,6 +134,20 @@ def test_without_meta_learning_every_index_stays(encoder):
     log = ours.method.step(0, *ours.batches(), ours.update)
     assert torch.equal(ours.method.index, torch.full((30,), 1.5)) and "meta_loss" not in log
     assert any(not torch.equal(before[name], value) for name, value in ours.weights().items())
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "forward"])
+def test_with_an_index_of_1_and_the_likeliest_labels_it_is_fixmatch(encoder, engine):
+    common = {"threshold": 0.6, "dropout": False, "view": "mixed", "view_strength": 0.3, "ema_decay": 0.9}
+    fixed = {"meta": False, "sampling": False, "index_initial": 1.0, "index_low": 1.0, "engine": engine}
+    ours, theirs = Bench(Mtem, encoder, 5e-3, **common, **fixed), Bench(FixMatch, encoder, 5e-3, **common)
+    shares = []
+    for number in range(6):
+        for bench in (ours, theirs):
+            shares.append(float(bench.method.step(number, *bench.batches(), bench.update)["confident_share"]))
+            bench.method.update_average()
+        assert_weights_near(ours.weights(), theirs.weights())
+    assert 0 < min(shares) < 1, "the threshold must divide the texts"
 
 
 def test_ablations_of_annealing_and_sampling(encoder):
