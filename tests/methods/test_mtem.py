@@ -12,6 +12,7 @@ from mtem.errors import RequestError
 from mtem.methods.base import Batch, cross_entropy, functional
 from mtem.methods.fixmatch import FixMatch
 from mtem.methods.mtem import PAPER, Mtem, MtemSettings, PseudoLabels
+from mtem.run.adapt import find_settings, warn_of_unused
 from tests.bench import RECIPE, Bench
 from tests.reference import algorithm1
 from tests.tolerance import assert_weights_near
@@ -148,6 +149,41 @@ def test_with_an_index_of_1_and_the_likeliest_labels_it_is_fixmatch(encoder, eng
             bench.method.update_average()
         assert_weights_near(ours.weights(), theirs.weights())
     assert 0 < min(shares) < 1, "the threshold must divide the texts"
+
+
+def test_a_fixed_index_is_one_that_is_not_learned(encoder):
+    without, fixed = (Setting(encoder, engine="layerwise", **changes) for changes in ({"meta": False}, {"index_mode": "fixed"}))
+    for number in range(3):
+        for bench in (without, fixed):
+            assert "meta_loss" not in bench.method.step(number, *bench.batches(), bench.update)
+    for name, value in without.weights().items():
+        assert torch.equal(value, fixed.weights()[name])
+    assert fixed.method.recorder is None and bool((fixed.method.index == 2.0).all())
+
+
+@pytest.mark.parametrize("preset", ["recommended", "learned"])
+def test_which_presets_learn_an_index(preset):
+    texts, threads = (find_settings(model, "mtem", preset, {}).method for model in ("minilm", "bigcn"))
+    assert (texts.learns_index, texts.sampling, texts.threshold) == ((preset == "learned"), (preset == "learned"), 0.95)
+    assert (threads.index_mode, threads.sampling, threads.threshold) == ("shared", True, 0.0) and threads.learns_index
+    assert texts.index_initial == texts.index_low == 1.0
+
+
+@pytest.mark.parametrize(
+    ("preset", "given", "warned"),
+    [
+        ("recommended", {"engine": "taylor"}, ["setting engine=taylor: has no effect with index_mode=fixed"]),
+        ("recommended", {"temperature_end": 0.5}, ["setting temperature_end=0.5: has no effect with sampling=false"]),
+        ("recommended", {"engine": "layerwise", "index_initial": 1.5, "threshold": 0.9}, []),
+        ("recommended", {"engine": "taylor", "index_mode": "per-text"}, []),
+        ("learned", {"engine": "taylor", "temperature_end": 0.5}, []),
+        ("learned", {"meta": False, "index_step": "raw"}, ["setting index_step=raw: has no effect with meta=false"]),
+    ],
+)
+def test_settings_without_effect_are_told(preset, given, warned, caplog):
+    usual, chosen = (find_settings("minilm", "mtem", preset, values) for values in ({}, given))
+    warn_of_unused(Mtem, chosen, usual, given)
+    assert [record.getMessage() for record in caplog.records] == warned
 
 
 def test_ablations_of_annealing_and_sampling(encoder):

@@ -174,7 +174,7 @@ def test_it_prints_in_light_colours_and_without_the_table(browser, run):
 
 
 def test_threads_open_to_their_tree(browser, tmp_path):
-    opened = Opened(browser, write_report(make_run(tmp_path / "run", TEXTS[:5], threads=True)))
+    opened = Opened(browser, write_report(str(make_run(tmp_path / "run", TEXTS[:5], threads=True))))
     opened.page.click("#rows .row >> nth=0")
     posts = opened.page.locator("#detail-text .post")
     assert posts.count() == 3 and posts.nth(2).inner_text() == "a reply to the reply"

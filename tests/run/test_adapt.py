@@ -47,7 +47,8 @@ def finished(tmp_path_factory, encoder, reviews):
     output = tmp_path_factory.mktemp("finished") / "run"
     adapted = mtem.adapt(
         [str(reviews["books"]), str(reviews["dvd"])], str(reviews["kitchen"]), model=encoder, output=output,
-        max_length=16, batch_size=10, source_epochs=4, source_learning_rate=3e-3, epochs=2, learning_rate=1e-3, frozen_layers=0,
+        preset="learned", max_length=16, batch_size=10, source_epochs=4, source_learning_rate=3e-3, epochs=2, learning_rate=1e-3,
+        frozen_layers=0,
     )  # fmt: skip
     return output, adapted
 

@@ -20,7 +20,7 @@ from mtem.progress import Progress
 if TYPE_CHECKING:
     from mtem.run.result import Adapted
 
-AUTO_METHODS = ("mtem", "fixmatch")  # what --method auto --rehearse compares
+AUTO_METHODS = ("mtem", "biat")  # what --method auto --rehearse compares
 
 
 def adapt(
@@ -55,11 +55,18 @@ def adapt(
     ] = False,
     budget: Annotated[float | None, typer.Option(help=f"With --rehearse. {BUDGET_HELP}")] = None,
     preset: Annotated[
-        str, typer.Option(help="'recommended', or 'paper': the algorithm and constants as printed.")
+        str,
+        typer.Option(
+            help="'recommended'; of mtem 'learned': an entropy index for each text is learned; 'paper': the algorithm and "
+            "constants as printed."
+        ),
     ] = "recommended",
     engine: Annotated[
         str | None,
-        typer.Option(help="Index gradient: layerwise (exact; the default), forward (exact), taylor, second-order (exact)."),
+        typer.Option(
+            help="Index gradient, where indexes are learned: layerwise (exact; the default), forward (exact), taylor, "
+            "second-order (exact)."
+        ),
     ] = None,
     set_: Settings = None,
     seed: Seed = None,
@@ -87,7 +94,7 @@ def adapt(
 
     mtem adapt --source books.csv --target kitchen.csv --target-labeled few.csv --set epochs=3 --output run/
 
-    mtem adapt --source books.csv --source dvd.csv --target kitchen.csv --rehearse --method mtem,fixmatch --output run/
+    mtem adapt --source books.csv --source dvd.csv --target kitchen.csv --rehearse --method mtem,biat --output run/
 
     mtem adapt --source books.csv --target kitchen.csv --output run/ --resume
 

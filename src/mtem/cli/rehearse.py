@@ -53,7 +53,7 @@ def rehearse(
 
     **Examples**
 
-    mtem rehearse --source books.csv --source dvd.csv --source kitchen.csv --method mtem,fixmatch --output rehearsal/
+    mtem rehearse --source books.csv --source dvd.csv --source kitchen.csv --method mtem,biat --output rehearsal/
 
     mtem adapt --source books.csv --source dvd.csv --source kitchen.csv --target toys.csv --method auto --rehearsal rehearsal/
     --output run/

@@ -203,6 +203,11 @@ class Method(abc.ABC):
     def prepare_model(cls, model: Model, settings: Any) -> None:
         """Change the new model before any training, for methods that need another kind of classifier."""
 
+    @classmethod
+    def unused(cls, settings: Any) -> dict[str, str]:
+        """Return the settings that others leave without effect, each with the one that does; users are told if they give one."""
+        return {}
+
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy of a batch, with the run's class weights if there are any."""
         return cross_entropy(logits, labels, self.context.class_weights)

@@ -34,6 +34,11 @@ from mtem.models.base import Inputs, Model
 from mtem.settings import setting
 
 LARGEST_INDEX = 1000.0  # far beyond any use, and powers of probabilities stay numbers
+OF_OUTER_LOOP = (
+    "engine", "shared_learning_rate", "index_learning_rate", "index_step", "index_schedule", "virtual_step",
+    "virtual_learning_rate", "source_microbatches", "taylor_step",
+)  # fmt: skip
+OF_TEMPERATURE = ("annealing", "temperature_start", "temperature_end", "steepness")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +54,10 @@ class MtemSettings:
     )
     index_mode: str = setting(
         "per-text",
-        "whose the entropy index is: each text has its own, as in the paper (per-text), or one rule for all texts gives it from "
+        "whose the entropy index is: each text has its own, as in the paper (per-text); one rule for all texts gives it from "
         "the teacher's confidence, the agreement of the views, the stability over visits and the nearness to labeled texts, "
-        "beginning near 1 (shared)",
-        choices=("per-text", "shared"),
+        "beginning near 1 (shared); or it is index_initial for all and nothing is learned (fixed)",
+        choices=("per-text", "shared", "fixed"),
     )
     shared_learning_rate: float = setting(0.02, "learning rate of the rule with index_mode=shared (Adam)", low=0.0)
     index_initial: float = setting(
@@ -118,14 +123,26 @@ class MtemSettings:
                 f"expected a value of at least temperature_end={self.temperature_end}"
             )
 
+    @property
+    def learns_index(self) -> bool:
+        """Whether there is an outer loop."""
+        return self.meta and self.index_mode != "fixed"
 
-# An index of 2 takes the weight from the hard views, which teach most; what distrust is for, the threshold does as well
-# (docs/recipe.md). BiGCN has other values (`BigcnModel.presets`).
-RECOMMENDED: dict[str, Any] = {"index_initial": 1.0, "index_low": 1.0, "index_mode": "per-text", "threshold": 0.95}
+
+# The paper's parts with values that suit encoders: an index is learned for each text, upwards from 1; labels are sampled.
+LEARNED: dict[str, Any] = {
+    "index_mode": "per-text", "index_initial": 1.0, "index_low": 1.0, "sampling": True, "threshold": 0.95,
+}  # fmt: skip
+
+# On an encoder: an index above 1 takes the weight from the hard views, which teach most, and no rule that was learned for it
+# gained anything over 1; what distrust is for, the threshold does as well (docs/recipe.md). So MTEM is FixMatch there. Over
+# threads a learned index pays: BiGCN has other values of both (`BigcnModel.presets`).
+RECOMMENDED: dict[str, Any] = {**LEARNED, "index_mode": "fixed", "sampling": False}
 
 # Algorithm 1 and the constants of the paper. It does not give the range of kappa, nor s: 2 to 0.5 and 5 are our choice.
 PAPER: dict[str, Any] = {
     "engine": "taylor",
+    "index_mode": "per-text",
     "index_initial": 2.0,
     "index_low": 1.01,
     "index_learning_rate": 0.1,
@@ -186,7 +203,7 @@ class Mtem(Method):
     replayable = True
     Settings = MtemSettings
     settings: MtemSettings
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": RECOMMENDED, "paper": PAPER}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": RECOMMENDED, "learned": LEARNED, "paper": PAPER}
 
     def __init__(self, model: Model, settings: MtemSettings, context: Context) -> None:
         super().__init__(model, settings, context)
@@ -197,7 +214,15 @@ class Mtem(Method):
             width, rate = model.head.in_features, settings.shared_learning_rate
             self.shared = SharedIndex(context.target_size, context.classes, width, rate, model.device)
             self.index.copy_(self._in_range(self.shared.index(torch.eye(len(FEATURES), device=model.device)[:1])))
-        self.recorder = self._make_recorder() if settings.engine == "layerwise" else None
+        recorded = settings.learns_index and settings.engine == "layerwise"
+        self.recorder = self._make_recorder() if recorded else None
+
+    @classmethod
+    def unused(cls, settings: MtemSettings) -> dict[str, str]:
+        """Return the settings of the outer loop where there is none, and of the temperature where no label is drawn."""
+        without_loop = "index_mode=fixed" if settings.meta else "meta=false"
+        names = {} if settings.learns_index else dict.fromkeys(OF_OUTER_LOOP, without_loop)
+        return names if settings.sampling else {**names, **dict.fromkeys(OF_TEMPERATURE, "sampling=false")}
 
     def _make_recorder(self) -> layerwise.Recorder | None:
         """Return None if the layers cannot be read one text at a time: then the forward engine is used."""
@@ -220,7 +245,7 @@ class Mtem(Method):
         if self.shared is not None and settings.meta:  # else the rule stays as it is, the same for all
             assert pseudo is not None
             self._describe(self.shared, inputs, pseudo, target.rows, source)
-        outer = source if self.context.outer is None or not settings.meta else self.context.outer(number)
+        outer = source if self.context.outer is None or not settings.learns_index else self.context.outer(number)
         loss: Tensor | None = None
         gradients: dict[str, Tensor] | None = None
         if self.recorder is not None:
@@ -240,7 +265,7 @@ class Mtem(Method):
 
     def _target_loss(self, number: int, inputs: Inputs, pseudo: PseudoLabels, rows: Tensor, outer: Batch, log: StepLog) -> Tensor:
         """Run the outer loop by an engine of `mtem.metagrad`, and return the Tsallis loss with its graph."""
-        if self.settings.meta:
+        if self.settings.learns_index:
             meta = self.index_gradient(inputs, pseudo, rows, outer)
             self._learn_index(rows, meta.gradient, number)
             log["meta_loss"] = meta.source_loss
@@ -268,7 +293,7 @@ class Mtem(Method):
         """
         settings = self.settings
         at_theta: layerwise.SourceGradient | None = None
-        if settings.meta and not settings.virtual_step:
+        if not settings.virtual_step:
             at_theta = layerwise.source_gradient(recorder, lambda: self._source_losses(outer))
         self.model.train(settings.dropout)
         recording = self._record(recorder, inputs, len(rows))
@@ -278,19 +303,18 @@ class Mtem(Method):
         log_probs = torch.log_softmax(recording.logits, dim=-1)
         recording.backward(tsallis.surprisal(log_probs, labels))
         log_probs = log_probs.detach()
-        if settings.meta:
-            source_loss = (lambda: self._source_losses(outer)) if at_theta is None else at_theta
-            meta = layerwise.meta_gradient(
-                recording,
-                log_probs,
-                labels,
-                self.index[rows],
-                source_loss,
-                from_host(self.virtual_learning_rate, self.model.device),
-                inner_loss=inner_loss,
-            )
-            self._learn_index(rows, meta.gradient, number)
-            log["meta_loss"] = meta.source_loss
+        source_loss = (lambda: self._source_losses(outer)) if at_theta is None else at_theta
+        meta = layerwise.meta_gradient(
+            recording,
+            log_probs,
+            labels,
+            self.index[rows],
+            source_loss,
+            from_host(self.virtual_learning_rate, self.model.device),
+            inner_loss=inner_loss,
+        )
+        self._learn_index(rows, meta.gradient, number)
+        log["meta_loss"] = meta.source_loss
         index = self.index[rows]
         log |= {"target_loss": inner_loss.value(log_probs, labels, index), **pseudo.log()}
         return recording.gradient(settings.target_weight * inner_loss.weights(log_probs, labels, index))
@@ -298,7 +322,7 @@ class Mtem(Method):
     def _record(self, recorder: layerwise.Recorder, inputs: Inputs, texts: int) -> layerwise.Recording | layerwise.Replay:
         model, settings = self.model, self.settings
         if model.microbatches == 1 and not model.activation_checkpointing:
-            return recorder.record(lambda: model(inputs), texts, save_memory=settings.meta and settings.virtual_step)
+            return recorder.record(lambda: model(inputs), texts, save_memory=settings.virtual_step)
 
         def run(part: Inputs) -> Tensor:
             model.train(settings.dropout)  # between two runs is the source pass, without dropout
@@ -430,10 +454,8 @@ class Mtem(Method):
 
     # ------------------------------------------------------------------ for the trainer
 
-    def meta_loss(self, source: Batch, target: Batch) -> float | None:
+    def meta_loss(self, source: Batch, target: Batch) -> float:
         """Return the source loss after the inner step, for pseudo labels sampled at temperature 1; draws are taken back."""
-        if not self.settings.meta:
-            return None
         # An evaluation must not change the random draws of the run.
         state, aligned = self.context.generator.get_state(), self.context.align.state()
         pseudo = self.pseudo_labels(target, 1.0)

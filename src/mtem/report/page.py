@@ -27,7 +27,7 @@ POLICY = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action
 RESERVE = 100_000  # for what is written around the texts
 
 
-def write_report(paths: Path | Sequence[Path], output: Path | None = None) -> Path:
+def write_report(paths: str | Path | Sequence[str | Path], output: Path | None = None) -> Path:
     """Write the report of a run or of a rehearsal, or the comparison of several runs, and return the file.
 
     Parameters
@@ -42,13 +42,14 @@ def write_report(paths: Path | Sequence[Path], output: Path | None = None) -> Pa
     RequestError
         If a path is no such directory.
     """
-    paths = [paths] if isinstance(paths, Path) else list(paths)
-    if len(paths) > 1:
-        target, page = Path("comparison.html"), comparison_page([read_run(path) for path in paths])
-    elif rehearsed.holds_rehearsal(paths[0]) and not RunDirectory(paths[0]).has_record():
-        target, page = paths[0] / REPORT, rehearsal_page(rehearsed.read_rehearsal(paths[0]), paths[0])
+    folders = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    first = folders[0]
+    if len(folders) > 1:
+        target, page = Path("comparison.html"), comparison_page([read_run(path) for path in folders])
+    elif rehearsed.holds_rehearsal(first) and not RunDirectory(first).has_record():
+        target, page = first / REPORT, rehearsal_page(rehearsed.read_rehearsal(first), first)
     else:
-        target, page = RunDirectory(paths[0]).report_path, run_page(read_run(paths[0]))
+        target, page = RunDirectory(first).report_path, run_page(read_run(first))
     target = output or target
     with replaced(target) as temporary:
         temporary.write_text(page, encoding="utf-8")

@@ -176,6 +176,7 @@ def adapt(
     if advice is not None and (other := changed_settings(rehearsed, chosen)):
         logger.warning(settings_differ(other))
         advice = None
+    warn_of_unused(method_cls, chosen, find_settings(model, method, preset, {}), given)
     device = parallel.start(find_device(chosen.training.device))
     find_precision(chosen.training.precision, device)  # refuses one that the device does not have
     path = Path(output) if output is not None else None
@@ -230,6 +231,14 @@ def find_settings(model: str | os.PathLike[str], method: str, preset: str, given
     values |= {name: value for name, value in model_cls.presets.get(preset, {}).items() if name in values}
     classes = {"training": TrainingSettings, "method": method_cls.Settings, "model": model_cls.Settings}
     return AdaptSettings(**settings.build(classes, {**values, **given}))
+
+
+def warn_of_unused(method_cls: type[Method], chosen: AdaptSettings, usual: AdaptSettings, given: Iterable[str]) -> None:
+    """Warn of given settings that change nothing, because of others."""
+    values, before = chosen.record(), usual.record()
+    for name, reason in method_cls.unused(chosen.method).items():
+        if name in given and values[name] != before[name]:
+            logger.warning("setting %s=%s: has no effect with %s", name, values[name], reason)
 
 
 def find_method(method: str, rehearsal: Rehearsal | None) -> tuple[str, Advice | None]:

@@ -101,6 +101,11 @@ class BigcnSettings(ModelSettings):
             encoders.find(self.encoder, encoders.FEATURES_OPTION)
 
 
+# On events held out of the sources, an index that all threads share was better than one for each, and a threshold of
+# confidence worse than none (docs/recipe.md).
+_LEARNED = {"index_mode": "shared", "sampling": True, "threshold": 0.0}
+
+
 class BigcnModel(Model):
     """BiGCN with the features of its posts.
 
@@ -134,10 +139,9 @@ class BigcnModel(Model):
     defaults: ClassVar[dict[str, Any]] = {
         "max_length": 256, "source_epochs": 4.0, "epochs": 24.0, "target_class_prior": "auto",
     }  # fmt: skip
-    # On events held out of the sources, an index that all threads share was better than one for each, and a threshold of
-    # confidence worse than none (docs/recipe.md).
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "recommended": {"index_mode": "shared", "threshold": 0.0},
+        "recommended": _LEARNED,
+        "learned": _LEARNED,
         "paper": {"learning_rate": 5e-3, "target_class_prior": "none", "epochs": 10.0},
     }
     card_title = "A classifier of threads"
