@@ -657,6 +657,10 @@ def test_models_from_before_neighbours_are_loaded(rows, encoder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = BigcnModel.load(tmp_path).eval()
     assert loaded.neighbours == 0 and loaded.bank is None
+    for wrong in ("x", -1, 2.5, None, True):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "neighbours": wrong}))
+        with pytest.raises(RequestError):
+            BigcnModel.load(tmp_path)
     assert_near(loaded(batch(loaded, rows)), made(batch(made, rows)))
 
 

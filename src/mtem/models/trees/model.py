@@ -275,8 +275,10 @@ class BigcnModel(Model):
                 )
             network = _network(record, features.width, len(classes))
             network.load_state_dict(weights)
-            given = {"centred": record.get("centred", False), "neighbours": record.get("neighbours", 0)}
-            model = cls(network, features, classes, **given)
+            neighbours = record.get("neighbours", 0)
+            if type(neighbours) is not int or neighbours < 0:
+                raise RequestError(f"{directory}: config.json: neighbours: expected a whole number, got {neighbours!r}")
+            model = cls(network, features, classes, centred=record.get("centred", False), neighbours=neighbours)
             if record.get("has_centre", False):
                 expected = {"centre": torch.zeros(2, features.width)}
                 integrity.check_tensors(read := read_tensors(directory / CENTRE), expected, f"{directory}: {CENTRE}")
