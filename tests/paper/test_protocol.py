@@ -16,7 +16,7 @@ from mtem.errors import RequestError
 from mtem.run import adapt as adapt_module
 from mtem.run import defaults
 from mtem.run.adapt import find_settings
-from mtem_paper import cells, protocol, published
+from mtem_paper import cells, protocol, published, rehearsed_settings
 from tests.corpora import refusal
 from tests.devices import Encoder, Threads
 
@@ -91,6 +91,20 @@ def test_a_new_setting_moves_no_cell(monkeypatch):
     one = next(cell for cell in cells_now if cell.variant == "mtem")
     given = protocol.plan(["general"], one.dataset, one.model, one.model, variants=["mtem"], overrides={"made_up": 1.0})
     assert given[0].changed["made_up"] == 1.0, "it is there, and where it is used it counts"
+
+
+def test_a_setting_at_its_value_from_before_it_existed_moves_no_cell():
+    """The cells of threads that are read without neighbours were run before there were any."""
+    rehearsed = rehearsed_settings.choices(COMMITTED, "pheme", "bigcn-minilm")
+    found = {}
+    for name in ("bigcn-minilm", "bigcn-minilm-neighbours"):
+        plan = protocol.plan(["general"], "pheme", "bigcn", name, variants=["mtem"], seeds=[0], rehearsed=rehearsed)
+        found[name] = plan[0]
+    alone, together = found.values()
+    assert (COMMITTED / alone.address).is_file()
+    assert alone.given["neighbours"] == 0 and "neighbours" not in alone.changed
+    assert together.given["neighbours"] == together.changed["neighbours"] == 20
+    assert alone.changed == {name: value for name, value in together.changed.items() if name != "neighbours"}
 
 
 def moved(results):

@@ -34,8 +34,12 @@ def logits(
     parents: list[list[int]],
     up: list[list[bool]] | None = None,
     down: list[list[bool]] | None = None,
+    neighbours: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[trees, K]; `up` and `down`: of each tree, whether the edge between a node and its parent is there in that direction."""
+    """[trees, K]; `up` and `down`: of each tree, whether the edge between a node and its parent is there in that direction.
+
+    `neighbours`: of each tree, the mean of other roots; without it, its own root.
+    """
     rows = []
     for number, (values, above) in enumerate(zip(features, parents, strict=True)):
         pairs = [(node, parent) for node, parent in enumerate(above) if parent >= 0]
@@ -47,5 +51,8 @@ def logits(
             parts.append(direction(own, values, edges))
         if "root.weight" in weights:
             parts.append(np.maximum(weights["root.weight"] @ values[0] + weights["root.bias"], 0))
+        if "neighbours.weight" in weights:
+            around = values[0] if neighbours is None else neighbours[number]
+            parts.append(np.maximum(weights["neighbours.weight"] @ around + weights["neighbours.bias"], 0))
         rows.append(weights["head.weight"] @ np.concatenate(parts) + weights["head.bias"])
     return np.stack(rows)

@@ -63,6 +63,22 @@ def test_the_network_is_the_slow_reading(kind, root_hidden):
     assert_near(made(features, graph), wanted)
 
 
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_a_second_layer_reads_other_roots(kind):
+    shapes = [*SHAPES.values(), [-1]]
+    features, graph, matrices = problem(kind, shapes)
+    made = network(root_hidden=4, neighbours=True)
+    others = torch.randn(len(shapes), WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    wanted = reference.logits(weights_of(made), matrices, shapes, neighbours=others.numpy())
+    assert_near(made(features, graph, others), wanted)
+    alone = reference.logits(weights_of(made), matrices, shapes)
+    assert np.abs(alone - wanted).max() > 1e-2
+    assert_near(made(features, graph), alone)
+    plain = network(root_hidden=4)
+    assert_near(plain(features, graph, others), plain(features, graph))
+    assert network(neighbours=True).neighbours is None, "its width is that of the root's layer"
+
+
 def test_what_the_head_reads_of_the_convolutions_is_dropped():
     features, graph, _ = problem("dense", [SHAPES["star"]] * 200)
     made = network(root_hidden=4, dropout=0.0, drop_edge=0.0, head_dropout=0.5)

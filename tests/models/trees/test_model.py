@@ -19,6 +19,7 @@ from mtem.models.heads import CosineHead
 from mtem.models.trees import model as tree_model
 from mtem.models.trees.encoded import EncodedThreads
 from mtem.models.trees.model import BigcnModel, BigcnSettings
+from mtem.models.trees.neighbours import neighbour_means
 from mtem.training.settings import TrainingSettings
 from tests.bench import stopped_after
 from tests.conftest import GOOD, PLAIN, make_encoder, make_texts, write_jsonl
@@ -227,7 +228,9 @@ def test_half_precision_gives_float32_logits_near_the_full_ones(model, rows):
 
 def test_head_and_features(model, rows):
     logits, features = model.logits_and_features(batch(model, rows))
-    assert features.shape == (24, 4 * 6 + model.network.root_hidden)
+    layers = [layer for layer in (model.network.root, model.network.neighbours) if layer is not None]
+    assert features.shape == (24, 4 * 6 + sum(layer.out_features for layer in layers))
+    assert len(layers) == (2 if model.features.name == "encoder" else 0)
     torch.testing.assert_close(model.head(features), logits)
     assert model.head_names() == {"network.head.weight", "network.head.bias"}
 
@@ -590,8 +593,85 @@ def test_defaults_depend_on_the_features(encoder, rows):
     given = {"features": "encoder", "encoder": str(encoder), "hidden": 3, "root_hidden": 0, "head_dropout": 0.0, "centre": False}
     bare = make_model(rows, **given)
     assert (bare.network.up.hidden, bare.network.root, bare.network.head_dropout, bare.centred) == (3, None, 0.0, False)
+    assert (words.neighbours, posts.neighbours, bare.neighbours) == (0, 20, 0)
+    assert words.network.neighbours is None and posts.network.neighbours.out_features == 64
+    assert make_model(rows, **given | {"root_hidden": 5, "neighbours": 0}).network.neighbours is None
     with pytest.raises(RequestError, match="centre=true needs dense features"):
         BigcnSettings(centre=True)
+    with pytest.raises(RequestError, match="neighbours needs dense features"):
+        BigcnSettings(neighbours=3, root_hidden=8)
+    with pytest.raises(RequestError, match="neighbours needs a layer for the first post"):
+        BigcnSettings(features="encoder", neighbours=3, root_hidden=0)
+
+
+def test_a_thread_is_read_with_its_neighbours_in_the_same_domain(files, encoder, tmp_path):
+    """Threads of the target, labeled or new, have theirs among the unlabeled ones; all are centred like first posts."""
+    seen = {}
+    original = BigcnModel.learn_domains
+
+    def watched(self, labeled, domains, target):
+        original(self, labeled, domains, target)
+        seen.update(labeled=labeled, domains=domains, target=target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BigcnModel, "learn_domains", watched)
+        few = write_threads(tmp_path / "few.jsonl", make_threads(12, 7))
+        given = {"features": "encoder", "encoder": str(encoder), "max_length": 32, "neighbours": 3, "method": "source-only"}
+        adapted = adapt(files, output=tmp_path / "run", target_labeled=str(few), **given)
+    labeled, domains, target = seen["labeled"], seen["domains"], seen["target"]
+    own = {number: labeled.first_posts((domains == number).nonzero()[0]) for number in (0, 1)} | {-1: target.first_posts()}
+    for number, bank in own.items():
+        rows = (domains == number).nonzero()[0][:12]
+        found, centre = labeled.batch(rows)["neighbours"], labeled.centres[number, 0]
+        assert len(rows) and found.dtype == np.float32
+        assert_near(found + centre, neighbour_means(labeled.first_posts(rows), bank, 3), 4, dtype=torch.float16)
+        elsewhere = neighbour_means(labeled.first_posts(rows), own[(number + 2) % 3 - 1], 3)
+        assert not np.allclose(found + centre, elsewhere, atol=0.05)
+    new = adapted.model.encode_threads(trees_of(make_threads(5, 9)))
+    assert np.array_equal(new.neighbours, neighbour_means(new.first_posts(), target.first_posts(), 3))
+
+    inputs = adapted.model.collate(new, np.arange(5))
+    trees = trees_of(make_threads(5, 9))
+    matrices = np.split(inputs["values"].double().numpy(), np.cumsum([len(tree.parents) for tree in trees])[:-1])
+    given = weights_of(adapted.model.network), matrices, [tree.parents for tree in trees]
+    wanted = reference.logits(*given, neighbours=inputs["neighbours"].double().numpy())
+    assert_near(adapted.model.eval()(inputs), wanted)
+    taken = adapted.model.take(inputs, slice(1, 3))
+    assert torch.equal(taken["neighbours"], inputs["neighbours"][1:3])
+    view = adapted.model.augment(inputs, "mixed", 0.4, draws())
+    assert torch.equal(view["neighbours"], inputs["neighbours"])
+
+    loaded = mtem.load(tmp_path / "run")
+    assert loaded.model.neighbours == 3 and np.array_equal(loaded.model.bank, adapted.model.bank)
+    assert_near(loaded.predict_proba(make_threads(5, 9)), adapted.predict_proba(make_threads(5, 9)), dtype=torch.float32)
+    (tmp_path / "run" / "model" / tree_model.BANK).unlink()
+    with pytest.raises(RequestError, match=r"neighbours\.safetensors"):
+        mtem.load(tmp_path / "run")
+
+
+def test_models_from_before_neighbours_are_loaded(rows, encoder, tmp_path):
+    made = make_model(rows, features="encoder", encoder=str(encoder), neighbours=0)
+    made.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("neighbours") == config.pop("bank") == 0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = BigcnModel.load(tmp_path).eval()
+    assert loaded.neighbours == 0 and loaded.bank is None
+    for wrong in ("x", -1, 2.5, None, True):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "neighbours": wrong}))
+        with pytest.raises(RequestError):
+            BigcnModel.load(tmp_path)
+    assert_near(loaded(batch(loaded, rows)), made(batch(made, rows)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_three_engines_agree_with_neighbours(rows, encoder, training):
+    made = make_model(rows, features="encoder", encoder=str(encoder), neighbours=2).train(training)
+    made.bank = made.encode_threads(trees_of(make_threads(30, 8))).first_posts()
+    assert "neighbours" in batch(made, rows)
+    wanted = index_gradient(made, rows, "second-order")
+    for engine, limit in {"forward": 1e-4, "taylor": 0.05}.items():
+        assert (index_gradient(made, rows, engine) - wanted).norm() / wanted.norm() < limit, engine
 
 
 def test_means_of_a_corpus_are_those_of_its_posts(rows, vectors, monkeypatch):

@@ -11,7 +11,8 @@ to its replies), another from the leaves up, each
 where :math:`A_{ij} = 1` for an edge from j to i, :math:`D` counts the edges that arrive at a node (with one from itself) and
 `root` is the row of a node's root. A linear head classifies both :math:`S` together. In training every tree loses a share of its
 edges, with new draws for each direction and pass (DropEdge). Beside the two networks the head may read the root alone, through
-:math:`\mathrm{Dropout}(\mathrm{ReLU}(\mathrm{Dropout}(X^{root}) W_3 + b_3))`, which is not in the paper.
+:math:`\mathrm{Dropout}(\mathrm{ReLU}(\mathrm{Dropout}(X^{root}) W_3 + b_3))`, and in the same way, by a layer of its own,
+the mean of the roots of other trees that are like it. Neither is in the paper.
 
 All trees of a batch are one graph. Nodes are rows, and index operations replace sparse matrices, which have no forward-mode and
 second derivatives. The graph may stay on the CPU while the weights are on a GPU: everything that depends on its values (counts,
@@ -233,6 +234,8 @@ class BiGCN(nn.Module):
         The width of the layer that reads the root alone; 0: there is none.
     head_dropout
         The dropout rate of what the head reads of both directions, in training.
+    neighbours
+        Whether a second layer of that width reads the mean of other roots.
 
     Raises
     ------
@@ -249,6 +252,7 @@ class BiGCN(nn.Module):
         drop_edge: float = 0.2,
         root_hidden: int = 0,
         head_dropout: float = 0.0,
+        neighbours: bool = False,
     ) -> None:
         super().__init__()
         for name, rate in {"dropout": dropout, "drop_edge": drop_edge, "head_dropout": head_dropout}.items():
@@ -257,10 +261,21 @@ class BiGCN(nn.Module):
         self.dropout, self.drop_edge, self.root_hidden, self.head_dropout = dropout, drop_edge, root_hidden, head_dropout
         self.down, self.up = Direction(width, hidden), Direction(width, hidden)
         self.root = nn.Linear(width, root_hidden) if root_hidden else None
-        self.head: Head = nn.Linear(4 * hidden + root_hidden, classes)
+        self.neighbours = nn.Linear(width, root_hidden) if root_hidden and neighbours else None
+        self.head: Head = nn.Linear(4 * hidden + root_hidden * (2 if self.neighbours is not None else 1), classes)
 
-    def forward(self, features: Features, graph: Graph) -> Tensor:
-        """Return logits, [trees, classes]."""
+    def forward(self, features: Features, graph: Graph, neighbours: Tensor | None = None) -> Tensor:
+        """Return logits, [trees, classes].
+
+        Parameters
+        ----------
+        features
+            The matrix X.
+        graph
+            The trees.
+        neighbours
+            The mean of other roots for each tree, [trees, width]; None: the root itself. Read only by a network with that layer.
+        """
         device = self.up.bias1.device
         moved, sizes = graph.on(device), send(graph.sizes, device)
         nodes = torch.arange(len(graph.parents), device=device)
@@ -274,7 +289,10 @@ class BiGCN(nn.Module):
         parts = [F.dropout(part, self.head_dropout, self.training) for part in (up, down)]
         if self.root is not None:
             values = features.root_values(self.root.in_features, device)
-            parts.append(F.dropout(F.relu(self.root(F.dropout(values, dropout))), dropout).to(up.dtype))
+            layers = [(self.root, values)]
+            if self.neighbours is not None:
+                layers.append((self.neighbours, values if neighbours is None else neighbours))
+            parts += [F.dropout(F.relu(layer(F.dropout(given, dropout))), dropout).to(up.dtype) for layer, given in layers]
         logits: Tensor = self.head(torch.cat(parts, dim=1))
         return logits
 

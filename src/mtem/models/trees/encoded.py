@@ -31,6 +31,8 @@ class EncodedThreads:
         What is subtracted from the values of first posts and of replies, [domains, 2, width]; None: nothing.
     domains
         The domain of each thread, among those of `centres`.
+    neighbours
+        The mean of the first posts that are most like that of each thread, [threads, width]; None: not known.
     """
 
     padded = False  # batches have no padding, so threads of different sizes may share one
@@ -39,6 +41,7 @@ class EncodedThreads:
         self.lengths, self.parents, self.arrays = lengths, parents, arrays
         self.centres: np.ndarray | None = None
         self.domains = np.zeros(len(lengths), np.int64)
+        self.neighbours: np.ndarray | None = None
         self._starts = _starts(lengths)
         self._entries = _starts(arrays["counts"]) if "counts" in arrays else None
 
@@ -54,7 +57,7 @@ class EncodedThreads:
         dict
             "parents" (of every post; a root is its own), "threads" (of every post) and "roots" (of every thread), as in
             `bigcn.Graph`; and the features, either "values" (one row for each post) or "words", "weights" and "posts"
-            (column, value and row of each entry).
+            (column, value and row of each entry). With "values", if they are known, "neighbours" (one row for each thread).
         """
         rows = np.asarray(rows, np.int64)
         sizes = np.asarray(self.lengths[rows], np.int64)
@@ -67,10 +70,18 @@ class EncodedThreads:
             values = np.asarray(self.arrays["values"][posts], np.float32)
             if self.centres is not None:
                 values = values - self.centres[np.asarray(self.domains)[rows][threads], (above >= 0).astype(np.int64)]
+            if self.neighbours is not None:
+                graph["neighbours"] = np.asarray(self.neighbours[rows], np.float32)
+                if self.centres is not None:
+                    graph["neighbours"] -= self.centres[np.asarray(self.domains)[rows], 0]
             return {**graph, "values": values}
         entries, owners = _ranges(self._entries[posts], np.asarray(self.arrays["counts"][posts], np.int64))
         words = np.asarray(self.arrays["words"][entries], np.int64)
         return {**graph, "words": words, "weights": np.asarray(self.arrays["weights"][entries], np.float32), "posts": owners}
+
+    def first_posts(self, threads: np.ndarray | None = None) -> np.ndarray:
+        """Return the values of the first posts of some threads, or of all, [threads, width]."""
+        return np.asarray(self.arrays["values"][self._starts if threads is None else self._starts[threads]])
 
     def means(self, threads: np.ndarray) -> np.ndarray:
         """Return the mean of the values of some threads' first posts, and of their replies, [2, width]."""

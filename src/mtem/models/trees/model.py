@@ -29,6 +29,7 @@ from mtem.models.trees.bigcn import BiGCN, Dense, Features, Graph, Sparse
 from mtem.models.trees.embeddings import Embeddings
 from mtem.models.trees.encoded import EncodedThreads, stored
 from mtem.models.trees.features import TEXT_VERSION, PostFeatures, Tfidf, Vectors
+from mtem.models.trees.neighbours import bank_of, neighbour_means
 from mtem.models.trees.noise import Noise, Noisy, Watched, random, zeros
 from mtem.models.trees.store import Store
 from mtem.settings import setting
@@ -41,9 +42,10 @@ FEATURES: dict[str, type[PostFeatures]] = {features.name: features for features 
 _FORMAT = 1  # of a saved model, and part of every cache address: increase it when the files change
 _POSTS = 2048  # encoded at once
 # Defaults. Those with the features of an encoder were compared on events left out of the sources (docs/recipe.md).
-OF_WORDS: dict[str, Any] = {"hidden": 64, "root_hidden": 0, "head_dropout": 0.0, "centre": False}
-OF_ENCODERS: dict[str, Any] = {"hidden": 16, "root_hidden": 64, "head_dropout": 0.5, "centre": True}
+OF_WORDS: dict[str, Any] = {"hidden": 64, "root_hidden": 0, "head_dropout": 0.0, "centre": False, "neighbours": 0}
+OF_ENCODERS: dict[str, Any] = {"hidden": 16, "root_hidden": 64, "head_dropout": 0.5, "centre": True, "neighbours": 20}
 CENTRE = "centre.safetensors"
+BANK = "neighbours.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,10 @@ class BigcnSettings(ModelSettings):
         None, "subtract the mean over the posts of its domain from the features of a post (not with tfidf); none: true with "
         "features=encoder"
     )  # fmt: skip
+    neighbours: int | None = setting(
+        None, "first posts of the same domain, the most similar ones, whose mean a second layer of width root_hidden reads (not "
+        "with tfidf); none: 20 with features=encoder and root_hidden above 0, else 0", low=0,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Check that the settings fit together."""
@@ -79,12 +85,18 @@ class BigcnSettings(ModelSettings):
             raise RequestError("features=vectors needs a file of word vectors: --set vectors=FILE")
         if self.features == "tfidf" and self.centre:
             raise RequestError("centre=true needs dense features; use features=encoder or features=vectors, or centre=false")
+        if self.features == "tfidf" and self.neighbours:
+            raise RequestError("neighbours needs dense features; use features=encoder or features=vectors, or neighbours=0")
+        if self.neighbours and not self.found("root_hidden"):
+            raise RequestError("neighbours needs a layer for the first post; use root_hidden=64, or neighbours=0")
 
     def found(self, name: str) -> Any:
         """Return a setting whose default depends on the features."""
         value = getattr(self, name)
         if value is not None:
             return value
+        if name == "neighbours" and not self.found("root_hidden"):
+            return 0
         return (OF_ENCODERS if self.features == Embeddings.name else OF_WORDS)[name]
 
     def check(self) -> None:
@@ -121,11 +133,15 @@ class BigcnModel(Model):
         The class names, in the order of the logits.
     centred
         Whether the mean over its domain is subtracted from the features of a post; see `learn_domains`.
+    neighbours
+        How many of the first posts most like its own a thread is read with, by a network that has a layer for them.
 
     Attributes
     ----------
     centre
         The mean of the first posts and of the replies of the target, [2, width]; None before `learn_domains`.
+    bank
+        First posts of the target, among which neighbours are sought, [posts, width]; None before `learn_domains`.
     """
 
     head_path = "network.head"
@@ -148,12 +164,15 @@ class BigcnModel(Model):
 
     network: BiGCN
 
-    def __init__(self, network: BiGCN, features: PostFeatures, classes: Sequence[str], *, centred: bool = False) -> None:
+    def __init__(
+        self, network: BiGCN, features: PostFeatures, classes: Sequence[str], *, centred: bool = False, neighbours: int = 0
+    ) -> None:
         super().__init__()
         self.network, self.features, self._classes = network, features, tuple(classes)
         self.max_length = features.max_length
-        self.centred = centred
+        self.centred, self.neighbours = centred, neighbours
         self.centre: np.ndarray | None = None
+        self.bank: np.ndarray | None = None
 
     # ------------------------------------------------------------------ creating, saving, loading
 
@@ -196,9 +215,9 @@ class BigcnModel(Model):
             features = _fit(posts, settings, max_length)
         network = BiGCN(
             features.width, len(classes), settings.found("hidden"), settings.graph_dropout, settings.drop_edge,
-            settings.found("root_hidden"), settings.found("head_dropout"),
+            settings.found("root_hidden"), settings.found("head_dropout"), bool(settings.found("neighbours")),
         )  # fmt: skip
-        return cls(network, features, classes, centred=settings.found("centre"))
+        return cls(network, features, classes, centred=settings.found("centre"), neighbours=settings.found("neighbours"))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write config.json, model.safetensors, and the features: vocabulary.json and .safetensors, or a folder "encoder"."""
@@ -218,12 +237,16 @@ class BigcnModel(Model):
             "head_dropout": self.network.head_dropout,
             "centred": self.centred,
             "has_centre": self.centre is not None,
+            "neighbours": self.neighbours,
+            "bank": 0 if self.bank is None else len(self.bank),
             "cosine_temperature": self.head.temperature if isinstance(self.head, CosineHead) else None,
         }
         self.features.save(directory)
         write_tensors(directory / "model.safetensors", self.network.state_dict())
         if self.centre is not None:
             write_tensors(directory / CENTRE, {"centre": torch.from_numpy(self.centre)})
+        if self.bank is not None:
+            write_tensors(directory / BANK, {"bank": torch.from_numpy(self.bank)})
         write_json(directory / "config.json", record)
 
     @classmethod
@@ -256,11 +279,18 @@ class BigcnModel(Model):
                 )
             network = _network(record, features.width, len(classes))
             network.load_state_dict(weights)
-            model = cls(network, features, classes, centred=record.get("centred", False))
+            neighbours = record.get("neighbours", 0)
+            if type(neighbours) is not int or neighbours < 0:
+                raise RequestError(f"{directory}: config.json: neighbours: expected a whole number, got {neighbours!r}")
+            model = cls(network, features, classes, centred=record.get("centred", False), neighbours=neighbours)
             if record.get("has_centre", False):
                 expected = {"centre": torch.zeros(2, features.width)}
                 integrity.check_tensors(read := read_tensors(directory / CENTRE), expected, f"{directory}: {CENTRE}")
                 model.centre = read["centre"].numpy()
+            if rows := record.get("bank", 0):
+                expected = {"bank": torch.zeros(rows, features.width, device="meta")}
+                integrity.check_tensors(read := read_tensors(directory / BANK), expected, f"{directory}: {BANK}")
+                model.bank = read["bank"].numpy()
             return model
         except RequestError:
             raise
@@ -309,18 +339,30 @@ class BigcnModel(Model):
     def learn_domains(self, labeled: EncodedCorpus, domains: np.ndarray, target: EncodedCorpus) -> None:
         """Centre the features: of each source domain at the mean of its posts, of all other threads at the mean of the target's.
 
-        First posts and replies have their own means.
+        First posts and replies have their own means. Neighbours are sought in the same domain: for threads of the target, and for
+        all that are encoded later, among the unlabeled ones.
         """
-        if not self.centred or not isinstance(labeled, EncodedThreads) or not isinstance(target, EncodedThreads):
+        if not isinstance(labeled, EncodedThreads) or not isinstance(target, EncodedThreads):
             return
-        self.centre = target.means(np.arange(len(target)))
-        centres = [labeled.means((domains == number).nonzero()[0]) for number in range(int(domains.max(initial=-1)) + 1)]
-        labeled.centres, labeled.domains = np.stack([*centres, self.centre]), domains  # the last one is also number -1
+        groups = [(domains == number).nonzero()[0] for number in range(int(domains.max(initial=-1)) + 1)]
+        if self.centred:
+            self.centre = target.means(np.arange(len(target)))
+            centres = [labeled.means(group) for group in groups]
+            labeled.centres, labeled.domains = np.stack([*centres, self.centre]), domains  # the last one is also number -1
+        if self.neighbours:
+            self.bank = bank_of(target.first_posts())
+            labeled.neighbours = np.empty((len(labeled), self.features.width), np.float16)
+            for group, bank in [(group, None) for group in groups] + [((domains < 0).nonzero()[0], self.bank)]:
+                posts = labeled.first_posts(group)
+                labeled.neighbours[group] = neighbour_means(posts, bank_of(posts) if bank is None else bank, self.neighbours)
         self._of_the_target(target)
 
     def _of_the_target(self, threads: EncodedThreads) -> EncodedThreads:
-        """Return the threads, centred as those of the target."""
+        """Return the threads, read as those of the target."""
         threads.centres = None if self.centre is None else self.centre[np.newaxis]
+        threads.neighbours = None
+        if self.bank is not None:
+            threads.neighbours = neighbour_means(threads.first_posts(), self.bank, self.neighbours)
         return threads
 
     def encode_threads(self, threads: Sequence[Thread]) -> EncodedThreads:
@@ -367,7 +409,8 @@ class BigcnModel(Model):
                 features = Dense(self._values(inputs), graph) if "values" in inputs else _sparse(inputs, graph)
             if (noise := Noise.of(inputs)) is not None:
                 features = Noisy(features, self._root_values(inputs), noise, graph.on(self.device))
-            logits: Tensor = self.network(features, graph)
+            neighbours = inputs.get("neighbours")
+            logits: Tensor = self.network(features, graph, None if neighbours is None else send(neighbours, self.device))
             return logits.float()
 
     def _values(self, inputs: Inputs) -> Tensor:
@@ -411,9 +454,9 @@ class BigcnModel(Model):
         noise = noise._replace(roots=noise.roots.detach().requires_grad_())
         seen: list[Watched] = []
 
-        def watch(_: Any, given: tuple[Features, Graph]) -> tuple[Features, Graph]:
+        def watch(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
             seen.append(Watched(given[0]))
-            return seen[-1], given[1]
+            return seen[-1], *given[1:]
 
         handle = self.network.register_forward_pre_hook(watch)
         try:
@@ -517,7 +560,7 @@ def _network(record: Mapping[str, Any], width: int, classes: int) -> BiGCN:
     """Return the network that a config.json describes, with new weights."""
     network = BiGCN(
         width, classes, record["hidden"], record["graph_dropout"], record["drop_edge"],
-        record.get("root_hidden", 0), record.get("head_dropout", 0.0),
+        record.get("root_hidden", 0), record.get("head_dropout", 0.0), bool(record.get("neighbours", 0)),
     )  # fmt: skip
     if record["cosine_temperature"] is not None:
         network.head = CosineHead(network.head, record["cosine_temperature"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtem.models.base import Inputs
 
 PER_POST = ("values", "noise")  # inputs with one row for each post
-PER_THREAD = ("noise_roots", "noise_unseen")  # inputs with one row for each thread, beside the roots
+PER_THREAD = ("noise_roots", "noise_unseen", "neighbours")  # inputs with one row for each thread, beside the roots
 
 
 def augment(inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
