@@ -182,6 +182,7 @@ def read_all(descriptor, process):
 def test_a_terminal_of_80_columns_gets_a_bar_with_figures(reviews, encoder, tmp_path):
     master, slave = pty.openpty()
     arguments = [*adapt_arguments(reviews, encoder, tmp_path / "run"), "--set", "log_every=1", "--set", "epochs=2"]
+    arguments += ["--preset", "learned", "--set", "threshold=0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "80"}
     process = subprocess.Popen(
         [sys.executable, "-m", "mtem.cli", *arguments], env=environment, stdin=slave, stdout=slave, stderr=slave
@@ -263,11 +264,13 @@ def test_the_demo_does_without_an_estimate(encoder, capsys):
     from mtem.progress import Progress
     from mtem.run.result import Adapted
 
-    row = {"row": 1, "text": "word1", "index": 2.0, "prediction": "negative", "confidence": 0.6}
+    row = {"row": 1, "text": "word1", "index": 2.0, "prediction": "negative", "confidence": 0.6, "source_prediction": "positive"}
     record = {"estimate": {"before": None, "after": None}, "selection": {"kept_source_model": True}}
     model = TextModel.create(encoder, ("negative", "positive"), max_length=8)
     demo.show(Adapted(model, record, pa.Table.from_pylist([row])), Console(soft_wrap=True), Progress(quiet=True))
-    assert re.search(r"after +0\.\d{3} +no estimate without labels", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert re.search(r"after +0\.\d{3} +no estimate without labels", text)
+    assert "1 of 1 reviews got another label" in text and "positive -> negative (0.60)  word1" in text
 
 
 def test_engines_are_all_named(mtem):

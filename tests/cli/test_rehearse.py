@@ -222,7 +222,7 @@ def test_auto_compares_methods(single, encoder, target, tmp_path, mtem, monkeypa
     )
     assert mtem(*words, "--rehearse")[0] == 2
     (given,) = asked
-    assert given["method"] == ["mtem", "fixmatch"] and given["budget"] == 7 and given["output"] == tmp_path / "run" / "rehearsal"
+    assert given["method"] == ["mtem", "biat"] and given["budget"] == 7 and given["output"] == tmp_path / "run" / "rehearsal"
     assert "left_out_models" not in given and given["seed"] == "5" and given["resume"] is False and given["jobs"] == 1
 
 

@@ -237,7 +237,7 @@ class Mtem(Method):
         """Update the entropy indexes of the target batch, then the model."""
         settings = self.settings
         temperature = by_step(self.temperature, number, self.model.device)
-        log: StepLog = {"temperature": temperature}
+        log: StepLog = {"temperature": temperature} if settings.sampling else {}
         # Without average, mask and dropout the recorded pass itself gives the logits for the pseudo labels.
         labels_from_recording = not (self.average or self.context.view_strength or settings.dropout or self.shared)
         pseudo = None if labels_from_recording and self.recorder else self.pseudo_labels(target, temperature)

@@ -271,6 +271,7 @@ class Trainer:
             at = torch.tensor([0.1, 0.5, 0.9], device=index.device, dtype=index.dtype)
             # Sorting a million indexes would take longer than the steps between two lines, so a sample is used.
             line["index_quantiles"] = torch.quantile(index[:: -(-len(index) // QUANTILE_SAMPLE)], at).tolist()
-            shown["index"] = "/".join(f"{value:.2f}" for value in line["index_quantiles"])  # type: ignore[assignment]
+            if len(set(line["index_quantiles"])) > 1:
+                shown["index"] = "/".join(f"{value:.2f}" for value in line["index_quantiles"])  # type: ignore[assignment]
         self.record(line)
         self.progress.advance(step + 1, shown)
