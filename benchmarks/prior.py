@@ -45,7 +45,7 @@ def cell(data: str, left_out: str, target: str, name: str, seed: int) -> dict[st
     labels = [thread.pop("label") for thread in threads]
     unlabeled, test, _, truth = train_test_split(threads, labels, test_size=0.3, random_state=seed, stratify=labels)
     source = {event: str(Path(data) / f"{event}.jsonl.gz") for event in EVENTS if event not in (left_out, target)}
-    adapted = mtem.adapt(source, unlabeled, model="bigcn", seed=seed, device="cpu", **CONFIGURATIONS[name])
+    adapted = mtem.adapt(source, unlabeled, model="bigcn", features="tfidf", seed=seed, device="cpu", **CONFIGURATIONS[name])
     probabilities = adapted.predict_proba(test)
     predicted = [adapted.classes[number] for number in probabilities.argmax(axis=1)]
     figures = metrics.evaluate(truth, predicted, adapted.classes, probabilities)

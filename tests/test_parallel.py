@@ -20,8 +20,8 @@ COMMON = {
     "schedule": "constant", "max_grad_norm": 0.0, "evaluations": 1, "criterion": "last", "left_out_models": 0,
     "frozen_layers": 0, "ema_decay": 0.5, "view": "mixed", "view_strength": 0.3,
 }  # fmt: skip
-MTEM = {"method": "mtem", "index_step": "rms", "threshold": 0.0, "virtual_learning_rate": 0.5}
-THREADS = {"model": "bigcn", "graph_dropout": 0.0, "drop_edge": 0.0, "head_dropout": 0.0}
+MTEM = {"method": "mtem", "preset": "learned", "index_step": "rms", "threshold": 0.0, "virtual_learning_rate": 0.5}
+THREADS = {"model": "bigcn", "features": "tfidf", "graph_dropout": 0.0, "drop_edge": 0.0, "head_dropout": 0.0}
 CASES = {
     "layerwise": {**MTEM, "engine": "layerwise"},
     "forward": {**MTEM, "engine": "forward"},

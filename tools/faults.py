@@ -81,9 +81,10 @@ def configurations(place: Path) -> dict[str, Run]:
         for name in methods.METHODS
         if methods.get(name).needs_target_labels
     }
+    made["mtem, learned indexes"] = adapting(**texts, preset="learned")
     made["frozen layers"] = adapting(**{**texts, "frozen_layers": -1})
     made["pretraining"] = adapting(**texts, pretrain_epochs=1, pretrain_batch_size=20)
-    made["bigcn"] = adapting(**threads)
+    made["bigcn"] = adapting(**threads, features="tfidf")
     made["bigcn, pretrained posts"] = adapting(
         **threads, features="encoder", encoder=str(encoder), pretrain_epochs=1, pretrain_batch_size=20
     )

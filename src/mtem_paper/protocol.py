@@ -167,7 +167,7 @@ DATASETS: dict[str, Dataset] = {
         # The first is like the paper's: a graph network over words. The others read the posts with an encoder: each thread by
         # itself, with its neighbours in the event (the default of the program), or after pretraining on the posts of the run.
         planned={
-            "bigcn": Share(),
+            "bigcn": Share(given={"features": "tfidf"}),
             "bigcn-minilm": Share(given={"features": "encoder", "neighbours": 0}),
             "bigcn-minilm-neighbours": Share(
                 ("out", "out-as-is", "fixmatch", "cst", "biat", "mtem", "mtem-as-is", "mtem-without-meta"),

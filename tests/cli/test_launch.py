@@ -23,8 +23,8 @@ from tests.together import distance
 
 SETTINGS = {
     "max_length": 16, "batch_size": 10, "source_epochs": 0, "steps": 120, "optimizer": "sgd", "learning_rate": 0.02,
-    "evaluations": 1, "criterion": "last", "left_out_models": 0, "frozen_layers": 0, "index_step": "raw", "sampling": False,
-    "index_learning_rate": 100.0, "threshold": 0.0, "view": "dropout", "checkpoint_seconds": 0.2,
+    "evaluations": 1, "criterion": "last", "left_out_models": 0, "frozen_layers": 0, "index_mode": "per-text",
+    "index_step": "raw", "index_learning_rate": 100.0, "threshold": 0.0, "view": "dropout", "checkpoint_seconds": 0.2,
 }  # fmt: skip
 
 

@@ -77,7 +77,8 @@ class Workshop:
                 file.writelines(json.dumps(thread) + "\n" for thread in _threads(make_texts(24, seed)))
         mtem.adapt(
             str(self.folder / "threads.jsonl"), str(self.folder / "threads-target.jsonl"), model="bigcn", method="source-only",
-            output=self.folder / "bigcn", source_epochs=1, epochs=1, batch_size=10, evaluations=1, vocabulary=50,
+            features="tfidf", vocabulary=50, output=self.folder / "bigcn", source_epochs=1, epochs=1, batch_size=10,
+            evaluations=1,
         )  # fmt: skip
 
 

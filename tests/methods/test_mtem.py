@@ -172,12 +172,13 @@ def test_which_presets_learn_an_index(preset):
 @pytest.mark.parametrize(
     ("preset", "given", "warned"),
     [
-        ("recommended", {"engine": "taylor"}, ["setting engine=taylor: has no effect with index_mode=fixed"]),
-        ("recommended", {"temperature_end": 0.5}, ["setting temperature_end=0.5: has no effect with sampling=false"]),
+        ("recommended", {"engine": "taylor"}, ["setting engine=taylor: of no use with index_mode=fixed"]),
+        ("recommended", {"temperature_end": 0.5}, ["setting temperature_end=0.5: of no use with sampling=false"]),
         ("recommended", {"engine": "layerwise", "index_initial": 1.5, "threshold": 0.9}, []),
         ("recommended", {"engine": "taylor", "index_mode": "per-text"}, []),
-        ("learned", {"engine": "taylor", "temperature_end": 0.5}, []),
-        ("learned", {"meta": False, "index_step": "raw"}, ["setting index_step=raw: has no effect with meta=false"]),
+        ("recommended", {"outer_share": 0.2}, ["setting outer_share=0.2: of no use with index_mode=fixed"]),
+        ("learned", {"engine": "taylor", "temperature_end": 0.5, "outer_share": 0.2}, []),
+        ("learned", {"meta": False, "index_step": "raw"}, ["setting index_step=raw: of no use with meta=false"]),
     ],
 )
 def test_settings_without_effect_are_told(preset, given, warned, caplog):

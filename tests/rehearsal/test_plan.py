@@ -73,7 +73,7 @@ def test_settings_that_a_rehearsal_sets_itself_are_refused(name):
         ({"methods": ("wind",)}, "--method wind: needs labeled target texts, which a rehearsal does not have"),
         ({"methods": ("mtem", "source-only")}, "--method source-only: every rehearsal compares with the source model"),
         ({"methods": ("dan",)}, "unknown method 'dan'"),
-        ({"preset": "best"}, "unknown preset 'best': mtem has recommended, paper"),
+        ({"preset": "best"}, "unknown preset 'best': mtem has recommended, learned, paper"),
         ({"batch_size": "many"}, "batch_size"),
         ({"epoch": "3"}, "unknown setting 'epoch': did you mean 'epochs'"),
         ({"rates": [0.0]}, "--learning-rates 0.0: expected a positive number"),

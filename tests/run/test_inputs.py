@@ -123,7 +123,7 @@ def test_no_stage_trains_on_outer_texts(tiny, seen, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{}, {"index_mode": "shared"}, {"frozen_layers": 1}])
 def test_a_stopped_run_resumes_to_the_same_indexes(tiny, tmp_path, changes):
-    asked = {**tiny, "outer_share": 0.2, "threshold": 0.0, "steps": 14, "checkpoint_seconds": 0.0, **changes}
+    asked = {**tiny, "preset": "learned", "outer_share": 0.2, "threshold": 0.0, "steps": 14, "checkpoint_seconds": 0.0, **changes}
     whole = mtem.adapt(**asked, output=tmp_path / "whole")
     with stopped_after(5):
         mtem.adapt(**asked, output=tmp_path / "cut")
@@ -135,9 +135,9 @@ def test_a_stopped_run_resumes_to_the_same_indexes(tiny, tmp_path, changes):
 
 def test_a_source_model_of_the_same_division_fits(tiny, caplog):
     asked = {**tiny, "outer_share": 0.2, "left_out_models": 0}
-    whole = mtem.adapt(**asked)
+    whole = mtem.adapt(**asked, preset="learned")
     with caplog.at_level(logging.WARNING):
-        begun = mtem.adapt(**asked, source_model=mtem.adapt(**asked, method="source-only"))
+        begun = mtem.adapt(**asked, preset="learned", source_model=mtem.adapt(**asked, method="source-only"))
         assert whole.indexes.equals(begun.indexes) and "outer_share" not in caplog.text
         other = mtem.adapt(**{**asked, "outer_share": 0.0}, method="source-only")
         mtem.adapt(**asked, source_model=other)

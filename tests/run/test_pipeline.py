@@ -57,7 +57,15 @@ def pair(request, tmp_path_factory, encoder, reviews):
     if request.param == "bigcn":
         source = [str(write_threads(place / f"{seed}.jsonl", make_threads(60, seed, 0.3))) for seed in (1, 2)]
         target = str(write_threads(place / "target.jsonl", make_threads(80, 3, 0.7), labeled=False))
-        given = {**SMALL, "source": source, "target": target, "model": "bigcn", "hidden": 8, "source_learning_rate": 2e-2}
+        given = {
+            **SMALL,
+            "source": source,
+            "target": target,
+            "model": "bigcn",
+            "features": "tfidf",
+            "hidden": 8,
+            "source_learning_rate": 2e-2,
+        }
     else:
         given = {**SMALL, "source": [str(reviews["books"]), str(reviews["dvd"])], "target": str(reviews["kitchen"])}
         given |= {"model": encoder, "method": request.param, "frozen_layers": 1}

@@ -179,4 +179,5 @@ def test_threads_without_an_encoder_are_refused(tmp_path):
         mtem.adapt(
             str(write_threads(tmp_path / "a.jsonl", make_threads(30, 1))),
             str(write_threads(tmp_path / "b.jsonl", make_threads(20, 2), labeled=False)), model="bigcn", pretrain_epochs=1,
+            features="tfidf",
         )  # fmt: skip

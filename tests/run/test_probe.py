@@ -87,7 +87,7 @@ REQUESTS = {
     "cst": {"method": "cst", "frozen_layers": 2},
     "source-only": {"method": "source-only"},
     "wind": {"method": "wind", "target_labeled": 24, "frozen_layers": 1},
-    "bigcn": {"model": "bigcn", "hidden": 8, "source_learning_rate": 2e-2},
+    "bigcn": {"model": "bigcn", "features": "tfidf", "hidden": 8, "source_learning_rate": 2e-2},
 }
 
 

@@ -36,7 +36,7 @@ from mtem.settings import setting
 LARGEST_INDEX = 1000.0  # far beyond any use, and powers of probabilities stay numbers
 OF_OUTER_LOOP = (
     "engine", "shared_learning_rate", "index_learning_rate", "index_step", "index_schedule", "virtual_step",
-    "virtual_learning_rate", "source_microbatches", "taylor_step",
+    "virtual_learning_rate", "source_microbatches", "taylor_step", "outer_share",
 )  # fmt: skip
 OF_TEMPERATURE = ("annealing", "temperature_start", "temperature_end", "steepness")
 

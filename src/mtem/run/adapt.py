@@ -238,7 +238,7 @@ def warn_of_unused(method_cls: type[Method], chosen: AdaptSettings, usual: Adapt
     values, before = chosen.record(), usual.record()
     for name, reason in method_cls.unused(chosen.method).items():
         if name in given and values[name] != before[name]:
-            logger.warning("setting %s=%s: has no effect with %s", name, values[name], reason)
+            logger.warning("setting %s=%s: of no use with %s", name, values[name], reason)
 
 
 def find_method(method: str, rehearsal: Rehearsal | None) -> tuple[str, Advice | None]:

@@ -15,11 +15,13 @@ from mtem.data.loading import load_corpus
 from mtem.data.threads import Thread
 from mtem.errors import RequestError
 from mtem.methods.base import cross_entropy, functional
+from mtem.models import encoders
 from mtem.models.heads import CosineHead
 from mtem.models.trees import model as tree_model
 from mtem.models.trees.encoded import EncodedThreads
 from mtem.models.trees.model import BigcnModel, BigcnSettings
 from mtem.models.trees.neighbours import neighbour_means
+from mtem.run.adapt import find_settings
 from mtem.training.settings import TrainingSettings
 from tests.bench import stopped_after
 from tests.conftest import GOOD, PLAIN, make_encoder, make_texts, write_jsonl
@@ -434,6 +436,7 @@ def files(tmp_path_factory):
 
 
 SMALL = {
+    "features": "tfidf",
     "model": "bigcn",
     "hidden": 8,
     "batch_size": 10,
@@ -792,3 +795,12 @@ def test_an_encoder_given_threads_warns_that_it_reads_the_first_posts(files, enc
     mtem.adapt(str(files["paris"]), str(files["ferguson"]), model=encoder, **given)
     warned = [line for line in caplog.messages if "reads only the first post" in line]
     assert len(warned) == 2 and all("--model bigcn" in line for line in warned)
+
+
+def test_by_default_an_encoder_reads_the_posts_and_without_one_the_way_out_is_told(monkeypatch):
+    chosen = find_settings("bigcn", "mtem", "recommended", {}).model
+    assert (chosen.features, chosen.found("neighbours")) == ("encoder", 20)
+    assert find_settings("bigcn", "mtem", "paper", {}).model.features == "tfidf", "as in the paper"
+    monkeypatch.setattr(encoders, "packaged", lambda name: None)
+    with pytest.raises(RequestError, match=r"'minilm' is not installed: .*; --features tfidf needs no encoder$"):
+        chosen.check()
