@@ -9,11 +9,14 @@ import re
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mtem.errors import RequestError
 from mtem.report import charts, comparison, explorer, page, rehearsed
 from mtem.report.answer import answer, measured_difference
+from mtem.report.explorer import columns
 from mtem.report.files import read_run
 from tests.report.conftest import HOSTILE, make_run, write_evaluation
 
@@ -123,6 +126,18 @@ def test_values_of_another_shape_break_nothing(tmp_path, value):
         json.dumps({"labels": value, "texts": value, "after": value, "before": {"predictions": value}})
     )
     page.run_page(read_run(run))
+
+
+def test_one_index_for_all_and_labels_that_are_not_drawn_have_no_charts(tmp_path):
+    run = make_run(tmp_path / "run", TEXTS[:20])
+    lines = [{"stage": "adapt", "step": step, "confident_share": step / 4, "index_quantiles": [1.0, 1.0, 1.0]} for step in (1, 2)]
+    (run / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = pq.read_table(run / "indexes.parquet")
+    one = pa.array([1.0] * len(table))
+    pq.write_table(table.set_column(table.column_names.index("index"), "index", one), run / "indexes.parquet")
+    text = page.run_page(read_run(run))
+    assert "Sure texts" in text and "Entropy index" not in text and "Temperature" not in text
+    assert "index" not in columns(read_run(run), read_run(run).texts, 100)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

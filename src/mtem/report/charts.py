@@ -113,9 +113,12 @@ def losses(run: RunFiles) -> Figure | None:
 
 def temperature(run: RunFiles) -> Figure | None:
     """Return the temperature that pseudo labels are drawn at, and the share of texts that are learned from."""
-    names = {"temperature": "temperature of the pseudo labels", "confident_share": f"share of sure {run.unit}"}
+    lines = run.stage("adapt")
+    sure = lines, "confident_share", f"share of sure {run.unit}"
+    if not any("temperature" in line for line in lines):
+        return _curves(f"Sure {run.unit}", f"Only {run.unit} of which the model is sure are learned from.", "share", [sure])
     note = "At a high temperature pseudo labels are drawn at random, at a low one they are the likeliest class."
-    return _curves("Temperature", note, "value", [(run.stage("adapt"), name, title) for name, title in names.items()])
+    return _curves("Temperature", note, "value", [(lines, "temperature", "temperature of the pseudo labels"), sure])
 
 
 def source_training(run: RunFiles) -> Figure | None:
@@ -144,8 +147,8 @@ def index_spread(run: RunFiles) -> Figure | None:
         numbers = [finite(value) for value in quantiles] if isinstance(quantiles, list) else []
         if step is not None and len(numbers) == 3 and None not in numbers:
             rows.append((step, *numbers))
-    if not rows:
-        return None
+    if len({number for row in rows for number in row[1:]}) < 2:
+        return None  # none, or one index for all
     steps, low, middle, high = map(list, zip(*thinned(rows, MOST_STEPS), strict=True))
     band = {"line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
     data = [
