@@ -6,7 +6,8 @@ A job is a line {"name": "...", "command": "...", "memory": 8, "after": ["..."]}
 before. The list is the order of importance: where the next job does not fit yet, none behind it begins, so that a short time on a
 GPU ends with whole results and not with many halves. Jobs without memory are not counted.
 
-DIR gets NAME.log of each job and done.jsonl, one line for each that ended. Run again, jobs that ended well are left out. The list
+DIR gets NAME.log of each job and done.jsonl, one line for each that ended. Run again, jobs that ended well are left out. A job
+begins after those it waits for, also if they failed. The list
 is read anew when it changes, so jobs can be added while others run. Processes share a GPU much better under MPS
 (`nvidia-cuda-mps-control -d`).
 """

@@ -135,8 +135,8 @@ LEARNED: dict[str, Any] = {
 }  # fmt: skip
 
 # On an encoder: an index above 1 takes the weight from the hard views, which teach most, and no rule that was learned for it
-# gained anything over 1; what distrust is for, the threshold does as well (docs/recipe.md). So MTEM is FixMatch there. Over
-# threads a learned index pays: BiGCN has other values of both (`BigcnModel.presets`).
+# gained anything over 1; what distrust is for, the threshold does as well (docs/recipe.md). So MTEM is FixMatch there. BiGCN
+# has other values of both (`BigcnModel.presets`).
 RECOMMENDED: dict[str, Any] = {**LEARNED, "index_mode": "fixed", "sampling": False}
 
 # Algorithm 1 and the constants of the paper. It does not give the range of kappa, nor s: 2 to 0.5 and 5 are our choice.

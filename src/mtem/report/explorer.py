@@ -83,7 +83,7 @@ def columns(run: RunFiles, frame: pd.DataFrame, cut: int) -> dict[str, Any]:
     }
     if "row" in frame:
         found["row"] = [None if pd.isna(value) else int(value) for value in frame["row"]]
-    if "index" in frame and (frame["index"].nunique() > 1 or len(frame) == 1):
+    if "index" in frame and frame["index"].nunique() > 1:  # else it is the same for all
         found["index"] = _numbers(frame["index"])
     if "source_prediction" in frame:
         found["source_prediction"] = [numbers[name] for name in frame["source_prediction"]]

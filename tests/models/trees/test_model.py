@@ -548,20 +548,24 @@ def test_threads_without_any_text_get_no_prediction(finished, tmp_path):
     assert done.empty == 1 and json.loads((tmp_path / "out.jsonl").read_text().splitlines()[1])["prediction"] is None
 
 
-def test_features_are_centred_by_domain(files, encoder, tmp_path):
-    """Roots and replies of each source domain, and of the target, have the mean 0; labeled and new threads are the target's."""
-    seen = {}
-    original = BigcnModel.learn_domains
+def adapted_with_domains(files, encoder, tmp_path, **changes):
+    """A run with 12 labeled target threads, and what `learn_domains` was given, as it left it."""
+    seen, original = {}, BigcnModel.learn_domains
 
     def watched(self, labeled, domains, target):
         original(self, labeled, domains, target)
         seen.update(labeled=labeled, domains=domains, target=target)
 
+    few = write_threads(tmp_path / "few.jsonl", make_threads(12, 7))
+    given = {"features": "encoder", "encoder": str(encoder), "max_length": 32, "method": "source-only", **changes}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BigcnModel, "learn_domains", watched)
-        few = write_threads(tmp_path / "few.jsonl", make_threads(12, 7))
-        given = {"features": "encoder", "encoder": str(encoder), "max_length": 32, "method": "source-only"}
-        adapted = adapt(files, output=tmp_path / "run", target_labeled=str(few), **given)
+        return adapt(files, output=tmp_path / "run", target_labeled=str(few), **given), seen
+
+
+def test_features_are_centred_by_domain(files, encoder, tmp_path):
+    """Roots and replies of each source domain, and of the target, have the mean 0; labeled and new threads are the target's."""
+    adapted, seen = adapted_with_domains(files, encoder, tmp_path)
     groups = {name: (seen["labeled"], (seen["domains"] == number).nonzero()[0]) for name, number in (("paris", 0), ("ottawa", 1))}
     groups["target"] = seen["target"], np.arange(80)
     for name, (threads, numbers) in groups.items():
@@ -609,18 +613,7 @@ def test_defaults_depend_on_the_features(encoder, rows):
 
 def test_a_thread_is_read_with_its_neighbours_in_the_same_domain(files, encoder, tmp_path):
     """Threads of the target, labeled or new, have theirs among the unlabeled ones; all are centred like first posts."""
-    seen = {}
-    original = BigcnModel.learn_domains
-
-    def watched(self, labeled, domains, target):
-        original(self, labeled, domains, target)
-        seen.update(labeled=labeled, domains=domains, target=target)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BigcnModel, "learn_domains", watched)
-        few = write_threads(tmp_path / "few.jsonl", make_threads(12, 7))
-        given = {"features": "encoder", "encoder": str(encoder), "max_length": 32, "neighbours": 3, "method": "source-only"}
-        adapted = adapt(files, output=tmp_path / "run", target_labeled=str(few), **given)
+    adapted, seen = adapted_with_domains(files, encoder, tmp_path, neighbours=3)
     labeled, domains, target = seen["labeled"], seen["domains"], seen["target"]
     own = {number: labeled.first_posts((domains == number).nonzero()[0]) for number in (0, 1)} | {-1: target.first_posts()}
     for number, bank in own.items():

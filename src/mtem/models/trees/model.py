@@ -116,8 +116,8 @@ class BigcnSettings(ModelSettings):
                 raise RequestError(f"{error}; --features {Tfidf.name} needs no encoder") from error
 
 
-# On events held out of the sources, an index that all threads share was better than one for each, and a threshold of
-# confidence worse than none (docs/recipe.md).
+# On events held out of the sources, an index that all threads share was better than one for each and than 1 for all, and a
+# threshold of confidence worse than none; that was before threads were read with their neighbours (docs/recipe.md).
 _LEARNED = {"index_mode": "shared", "sampling": True, "threshold": 0.0}
 
 
