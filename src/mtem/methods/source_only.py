@@ -19,6 +19,7 @@ class SourceOnly(Method):
     summary = "cross-entropy on the labeled texts (Out; with --target-labeled In+Out)"
     paper = "the paper's baseline"
     replayable = True
+    packable = True
     Settings = SourceOnlySettings
     settings: SourceOnlySettings
 

@@ -38,11 +38,19 @@ Step: TypeAlias = Callable[[int, Batch, "Batch | None"], StepLog]
 Capture: TypeAlias = Callable[[Callable[[], StepLog]], tuple[StepLog, Callable[[], None]]]
 
 
-def length_multiple(model: Model) -> int:
-    """Return the number of tokens that the lengths of training batches are multiples of; 1 where no steps are captured."""
+def length_multiple(model: Model, lengths: int = LENGTHS) -> int:
+    """Return the number of tokens that the lengths of training batches are multiples of; 1 where no steps are captured.
+
+    Parameters
+    ----------
+    model
+        The model that reads the batches.
+    lengths
+        About so many different lengths are wanted. More of them mean less padding and more graphs to capture.
+    """
     if not model.replayable or model.device.type != "cuda" or model.max_length is None:
         return 1
-    return max(32, -(-model.max_length // (32 * LENGTHS)) * 32)
+    return max(32, -(-model.max_length // (32 * lengths)) * 32)
 
 
 def find_capture(method: Method, settings: TrainingSettings) -> Capture | None:

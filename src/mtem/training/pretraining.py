@@ -27,10 +27,11 @@ from mtem.models.masked_words import NO_WORD, WordHead, restoring_loss
 from mtem.progress import Progress
 from mtem.training.devices import find_precision
 from mtem.training.settings import TrainingSettings
-from mtem.training.streams import Stream
+from mtem.training.streams import Stream, can_pack
 from mtem.training.trainer import Trainer
 
 STAGE = "pretrain"  # its name in the history, in run.json and on the progress bar
+PADDED_LENGTHS = 16  # a step has one batch, and there are thousands of steps: many graphs are worth their capture
 SEED, HEAD_SEED = 5, 6  # added to ten times the run's seed: of the stage, and of the new head
 
 
@@ -46,6 +47,7 @@ class MaskedWords(Method):
     summary = "masked words of all texts are restored"
     paper = "Devlin et al., NAACL 2019"
     replayable = True
+    packable = True
     Settings = MaskedWordsSettings
     settings: MaskedWordsSettings
 
@@ -64,7 +66,7 @@ class MaskedWords(Method):
         inputs, places, words = model.hide_words(source.inputs, self.context.generator)
         if parallel.is_together():
             return self.divided_step(inputs, places, words, update)
-        states = model.hidden_states(inputs).flatten(0, 1).index_select(0, places)
+        states = model.hidden_states_at(inputs, places)
         with model.autocast():
             logits = self.head(states, model.word_embeddings.weight)
         loss = restoring_loss(logits, words)
@@ -137,4 +139,6 @@ def all_texts(model: Model, corpora: Sequence[EncodedCorpus], settings: Training
     if len(parts) < len(corpora):
         raise TypeError("expected Tokens: the model's layers are frozen, or it reads no texts")
     tokens = JoinedTokens(parts)
-    return Stream(model, tokens, np.arange(len(tokens)), None, settings.pretrain_batch_size, 2 * settings.seed)
+    rows, size = np.arange(len(tokens)), settings.pretrain_batch_size
+    packed = can_pack(model, settings)
+    return Stream(model, tokens, rows, None, size, 2 * settings.seed, padded_lengths=PADDED_LENGTHS, packed=packed)
