@@ -359,6 +359,8 @@ def test_padded_lengths_are_few(encoder, monkeypatch, longest, multiple):
     model.max_length = longest
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     assert length_multiple(model) == multiple
+    more = pretraining.all_texts(model, [model.encode_texts(["fine"])], TrainingSettings())
+    assert more.multiple == 32 and length_multiple(model, 2) >= multiple
 
 
 @pytest.mark.parametrize("multiple, widths", [(1, [3, 7]), (4, [4, 8]), (32, [16, 16])])

@@ -153,9 +153,6 @@ class Method(abc.ABC):
     replayable : bool
         Whether `step` may be captured once on a GPU and replayed: all that the CPU computes in it reaches the device through
         :mod:`mtem.capture`, it reads no number from the device, and what it keeps between steps it changes in place.
-    packable : bool
-        Whether the texts of its batches may be joined without padding on a GPU: `step` passes batches, and views of them, through
-        the model, and looks neither at single layers nor at tensors of the batch.
     Settings : type
         The settings dataclass of the method, its fields made with :func:`mtem.settings.setting`.
     presets : dict
@@ -169,7 +166,6 @@ class Method(abc.ABC):
     paper: ClassVar[str]
     needs_target_labels: ClassVar[bool] = False
     replayable: ClassVar[bool] = False
-    packable: ClassVar[bool] = False
     Settings: ClassVar[type]
     presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": {"ema_decay": 0.0}}
 
@@ -206,11 +202,6 @@ class Method(abc.ABC):
     @classmethod  # noqa: B027
     def prepare_model(cls, model: Model, settings: Any) -> None:
         """Change the new model before any training, for methods that need another kind of classifier."""
-
-    @classmethod
-    def packs(cls, settings: Any) -> bool:
-        """Return whether batches may be joined with these settings."""
-        return cls.packable
 
     @classmethod
     def unused(cls, settings: Any) -> dict[str, str]:

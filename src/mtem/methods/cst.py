@@ -70,7 +70,6 @@ class Cst(Method):
     summary = "pseudo labels that must also train a classifier good on the source; Tsallis entropy, FixMatch, SAM"
     paper = "Liu et al., NeurIPS 2021"
     replayable = True
-    packable = True
     Settings = CstSettings
     settings: CstSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {

@@ -51,7 +51,6 @@ class Dann(Method):
     summary = "features that do not reveal the domain to a discriminator"
     paper = "Ganin et al., JMLR 2016"
     replayable = True
-    packable = True
     Settings = DannSettings
     settings: DannSettings
     presets: ClassVar[dict[str, dict[str, Any]]] = {

@@ -46,7 +46,6 @@ class FixMatch(Method):
     summary = "confident labels of the plain target texts, learned from masked and shuffled ones"
     paper = "Sohn et al., NeurIPS 2020"
     replayable = True
-    packable = True
     Settings = FixMatchSettings
     settings: FixMatchSettings
     # The weak view of the original is random too (flips and shifts of images); for texts, dropout is the mildest random view.

@@ -43,7 +43,6 @@ class Mme(Method):
     summary = "a classifier that maximises the entropy of unlabeled texts, and an encoder that minimises it"
     paper = "Saito et al., ICCV 2019"
     replayable = True
-    packable = True
     Settings = MmeSettings
     settings: MmeSettings
 

@@ -218,11 +218,6 @@ class Mtem(Method):
         self.recorder = self._make_recorder() if recorded else None
 
     @classmethod
-    def packs(cls, settings: MtemSettings) -> bool:
-        """Return whether there is no outer loop, which looks at single texts and layers."""
-        return not settings.learns_index
-
-    @classmethod
     def unused(cls, settings: MtemSettings) -> dict[str, str]:
         """Return the settings of the outer loop where there is none, and of the temperature where no label is drawn."""
         without_loop = "index_mode=fixed" if settings.meta else "meta=false"

@@ -19,7 +19,6 @@ class SourceOnly(Method):
     summary = "cross-entropy on the labeled texts (Out; with --target-labeled In+Out)"
     paper = "the paper's baseline"
     replayable = True
-    packable = True
     Settings = SourceOnlySettings
     settings: SourceOnlySettings
 

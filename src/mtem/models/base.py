@@ -244,14 +244,6 @@ class Model(nn.Module, abc.ABC):
     def collate(self, encoded: EncodedCorpus, rows: np.ndarray, *, multiple: int = 1) -> dict[str, Tensor]:
         """Return the examples at `rows` as one batch, padded to a multiple of `multiple` tokens if it is padded at all."""
 
-    def can_pack(self) -> bool:
-        """Return whether the examples of a batch can be joined without padding, as `packed` does."""
-        return False
-
-    def packed(self, inputs: Inputs, tokens: int) -> Inputs:
-        """Return a batch of so many tokens, padding not counted, that passes through the network without its padding."""
-        raise NotImplementedError
-
     @abc.abstractmethod
     def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
         """Return another view of the same examples.
@@ -468,10 +460,6 @@ class Model(nn.Module, abc.ABC):
     def hidden_states(self, inputs: Inputs) -> Tensor:
         """Return the output of the last layer at all positions, [N, L, D]."""
         raise NotImplementedError
-
-    def hidden_states_at(self, inputs: Inputs, places: Tensor) -> Tensor:
-        """Return the output of the last layer at some places of the flattened batch, [P, D]."""
-        return self.hidden_states(inputs).flatten(0, 1).index_select(0, places)
 
     @property
     def hidden_width(self) -> int:

@@ -23,7 +23,7 @@ def number_of_places(tokens: int) -> int:
 
 
 def hide_words(
-    ids: Tensor, free: Tensor, vocabulary: Tensor, mask_token: int, generator: torch.Generator, most: int | None = None
+    ids: Tensor, free: Tensor, vocabulary: Tensor, mask_token: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose tokens that are to be restored, and hide most of them.
 
@@ -39,19 +39,17 @@ def hide_words(
         The number of the mask token.
     generator
         A CPU generator, for all random draws.
-    most
-        No more tokens than so many are free; None: all may be.
 
     Returns
     -------
     hidden
         The token numbers with the chosen ones masked, replaced or left as they are, [N, L].
     places
-        Positions in the flattened batch, each at most once, [P]; P = `number_of_places(most)`.
+        Positions in the flattened batch, each at most once, [P]; P = `number_of_places(N * L)`.
     words
         The original tokens at the chosen places, `NO_WORD` at the others, [P].
     """
-    device, count = ids.device, number_of_places(ids.numel() if most is None else most)
+    device, count = ids.device, number_of_places(ids.numel())
     shape = tuple(ids.shape)
     order = draws(lambda: torch.rand(shape, generator=generator), device)
     kind = draws(lambda: torch.rand(count, generator=generator), device)

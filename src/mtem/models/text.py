@@ -22,7 +22,7 @@ from mtem.data.corpus import Corpus
 from mtem.data.tokens import Tokens, encode, tokenize
 from mtem.dropout import quick_dropout
 from mtem.errors import RequestError
-from mtem.models import augment, encoders, integrity, masked_words, mpnet, packing, pretrained
+from mtem.models import augment, encoders, integrity, masked_words, mpnet, pretrained
 from mtem.models.base import EncodedCorpus, Inputs, Model, ModelSettings
 from mtem.models.frozen import FrozenTokens, frozen_tokens, keys_of, run_lower, same_function, upper_part, write_keys
 from mtem.models.heads import CosineHead
@@ -216,20 +216,6 @@ class TextModel(Model):
             batch["hidden"] = on_device(hidden, device)
         return batch
 
-    def can_pack(self) -> bool:
-        """Return whether the texts of a batch can be joined without padding."""
-        whole = not self.frozen_layers and self.microbatches == 1 and not self.activation_checkpointing
-        return whole and packing.is_possible(self.network)
-
-    def packed(self, inputs: Inputs, tokens: int) -> Inputs:
-        """Return a batch of so many tokens, padding not counted, that passes through the network without its padding.
-
-        It stays padded as it is, and has as "room" one value, expanded to the number of tokens that the network will read.
-        """
-        texts, length = inputs["input_ids"].shape
-        one = torch.zeros(1, dtype=torch.bool, device=self.device)
-        return {**inputs, "room": one.expand(packing.room(tokens, texts, length))}
-
     # ------------------------------------------------------------------ other views of the same texts
 
     def augment(self, inputs: Inputs, kind: str, share: float, generator: torch.Generator) -> Inputs:
@@ -264,12 +250,10 @@ class TextModel(Model):
         if kind == "mask":
             return {**inputs, "input_ids": augment.mask_tokens(ids, words, share, token, generator)}
         if kind == "swap":
-            ids = augment.swap_words(ids, words, share, generator)
-        else:
-            padding = self.tokenizer.pad_token_id or 0
-            ids, mask = augment.delete_words(ids, mask, words, share, padding, generator)
-        changed = {"input_ids": ids, "attention_mask": mask}
-        return {**changed, "room": inputs["room"]} if "room" in inputs else changed
+            return {"input_ids": augment.swap_words(ids, words, share, generator), "attention_mask": mask}
+        padding = self.tokenizer.pad_token_id or 0
+        ids, mask = augment.delete_words(ids, mask, words, share, padding, generator)
+        return {"input_ids": ids, "attention_mask": mask}
 
     def _vocabulary(self) -> tuple[Tensor, Tensor]:
         """For every token: whether it continues a word, and whether it is special."""
@@ -319,12 +303,12 @@ class TextModel(Model):
         """Return what the passes of all parts return; with gradients, only one part's activations are kept at a time."""
         if self.microbatches == 1 or self._differentiated_twice:
             return one_pass(inputs)
-        parts = self.parts(inputs)
-        names = list(parts[0])
+        names = list(inputs)
 
         def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
             return one_pass(dict(zip(names, tensors, strict=True)))
 
+        parts = self.parts(inputs)
         results = [recomputed(self.network, of_tensors, list(part.values()), self.device) for part in parts]
         return tuple(torch.cat(values) for values in zip(*results, strict=True))
 
@@ -339,9 +323,6 @@ class TextModel(Model):
 
     def _pass(self, inputs: Inputs) -> Tensor:
         inputs = self.prepare(inputs)
-        if self._is_joined(inputs):
-            with self.autocast(), self._quick_dropout(), self.all_positions():
-                return packing.logits(self.network, inputs["input_ids"], self._joined(inputs)).float()
         noise, mask = inputs.get("noise"), self._mask(inputs)
         with self.autocast(), self._quick_dropout(), self._recomputed_layers(), _no_new_mask(mask):
             if "hidden" in inputs:
@@ -352,13 +333,6 @@ class TextModel(Model):
                     out = self.network(input_ids=inputs["input_ids"], attention_mask=mask)
         logits: Tensor = out.logits
         return logits.float()
-
-    def _is_joined(self, inputs: Inputs) -> bool:
-        """Whether the texts of a batch are joined in this pass; not where perturbations or second derivatives are asked for."""
-        return "room" in inputs and "noise" not in inputs and not self._differentiable_twice
-
-    def _joined(self, inputs: Inputs) -> packing.Joined:
-        return packing.join(inputs["attention_mask"], len(inputs["room"]))
 
     def _quick_dropout(self) -> contextlib.AbstractContextManager[None]:
         return quick_dropout(self.training and self.device.type == "cpu")
@@ -405,7 +379,7 @@ class TextModel(Model):
 
     def take(self, inputs: Inputs, rows: slice) -> Inputs:
         """Return consecutive texts of a batch."""
-        return {name: value[rows] for name, value in inputs.items() if name != "room"}
+        return {name: value[rows] for name, value in inputs.items()}
 
     def split(self, inputs: Inputs, pieces: int) -> list[tuple[Inputs, slice]]:
         """Return the batch in up to `pieces` parts of equal size, each with the slice of its examples."""
@@ -468,8 +442,7 @@ class TextModel(Model):
         if self._words is None or self._words.device != self.device:
             self._words = torch.nonzero(~special[: len(self.tokenizer)]).view(-1)
         free = inputs["attention_mask"].bool() & ~special[ids]
-        most = len(inputs["room"]) if "room" in inputs else ids.numel()
-        hidden, places, words = masked_words.hide_words(ids, free, self._words, self.tokenizer.mask_token_id, generator, most)
+        hidden, places, words = masked_words.hide_words(ids, free, self._words, self.tokenizer.mask_token_id, generator)
         return {**inputs, "input_ids": hidden}, places, words
 
     def hidden_states(self, inputs: Inputs) -> Tensor:
@@ -479,15 +452,6 @@ class TextModel(Model):
             out = self.network.base_model(input_ids=inputs["input_ids"], attention_mask=mask)
         states: Tensor = out.last_hidden_state
         return states
-
-    def hidden_states_at(self, inputs: Inputs, places: Tensor) -> Tensor:
-        """Return the output of the last layer at some places of the flattened batch, [P, D]."""
-        if not self._is_joined(inputs):
-            return self.hidden_states(inputs).flatten(0, 1).index_select(0, places)
-        joined = self._joined(inputs)
-        with self.autocast(), self._quick_dropout(), self.all_positions():
-            states = packing.hidden_states(self.network, inputs["input_ids"], joined)
-        return states.index_select(0, joined.places.index_select(0, places))
 
     @property
     def hidden_width(self) -> int:

@@ -73,8 +73,8 @@ class RunInputs:
         """Class numbers of the labeled target texts."""
         return self.labels[self.target_labeled_rows]
 
-    def encode(self, progress: Progress, *, packed: bool = False) -> None:
-        """Tokenize both corpora, and make the batches; `packed`: without padding."""
+    def encode(self, progress: Progress) -> None:
+        """Tokenize both corpora, and make the batches."""
         model, size, seed = self.model, self.settings.batch_size, self.settings.seed
         labeled = self._encoded(self.labeled, "labeled", progress)
         target = self._encoded(self.target, "target", progress)
@@ -83,15 +83,13 @@ class RunInputs:
         model.learn_domains(labeled, domains, target)
         share, rows = self.settings.target_labeled_share, self.target_labeled_rows
         self.source_stream = Stream(
-            model, labeled, self.train_rows, self.labels, size, 2 * seed, extra=rows, extra_share=share or 0.0, packed=packed
+            model, labeled, self.train_rows, self.labels, size, 2 * seed, extra=rows, extra_share=share or 0.0
         )
-        self.target_stream = Stream(model, target, np.arange(len(self.target)), None, size, 2 * seed + 1, packed=packed)
+        self.target_stream = Stream(model, target, np.arange(len(self.target)), None, size, 2 * seed + 1)
         self.target_labeled_stream = None
         if len(rows):  # the same texts that the labeled batches have
             often = share or len(rows) / len(self.train_rows)
-            self.target_labeled_stream = Stream(
-                model, labeled, rows, self.labels, texts_per_batch(size, often), 2 * seed + 1, packed=packed
-            )
+            self.target_labeled_stream = Stream(model, labeled, rows, self.labels, texts_per_batch(size, often), 2 * seed + 1)
         self.outer_stream = None
         if len(self.outer_rows):
             self.outer_stream = Stream(model, labeled, self.outer_rows, self.labels, size, 2 * seed + 1)

@@ -36,7 +36,7 @@ from mtem.selection.left_out import FOLD, LeftOut, Part, find_parts
 from mtem.selection.rehearsed import Advice, correct_estimate, outside_warnings
 from mtem.training import checkpoints, pretraining
 from mtem.training.settings import TrainingSettings, find_learning_rates
-from mtem.training.streams import Stream, can_pack
+from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
 from mtem.training.weights import add_bias, clone, current, head_buffers, load, scale_head, strip_prefix
 
@@ -192,8 +192,7 @@ class Run:
 
     def prepare(self) -> None:
         """Encode the texts, and find the number of steps and when candidates are evaluated."""
-        packed = self.method_cls.packs(self.method_settings) and can_pack(self.model, self.settings)
-        self.inputs.encode(self.progress, packed=packed)
+        self.inputs.encode(self.progress)
         steps = self.settings.steps
         assert self.settings.epochs is not None
         self.steps = round(self.settings.epochs * self.inputs.target_stream.per_epoch) if steps is None else steps
@@ -452,7 +451,6 @@ class Run:
         return Stream(
             self.model, inputs.source_stream.tokens, part.train_rows, inputs.labels, settings.batch_size, 2 * settings.seed,
             extra=part.among(inputs.target_labeled_rows), extra_share=settings.target_labeled_share or 0.0,
-            packed=can_pack(self.model, settings),
         )  # fmt: skip
 
     def left_out_model(self, part: Part) -> LeftOut:

@@ -27,7 +27,7 @@ from mtem.models.masked_words import NO_WORD, WordHead, restoring_loss
 from mtem.progress import Progress
 from mtem.training.devices import find_precision
 from mtem.training.settings import TrainingSettings
-from mtem.training.streams import Stream, can_pack
+from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
 
 STAGE = "pretrain"  # its name in the history, in run.json and on the progress bar
@@ -47,7 +47,6 @@ class MaskedWords(Method):
     summary = "masked words of all texts are restored"
     paper = "Devlin et al., NAACL 2019"
     replayable = True
-    packable = True
     Settings = MaskedWordsSettings
     settings: MaskedWordsSettings
 
@@ -66,7 +65,7 @@ class MaskedWords(Method):
         inputs, places, words = model.hide_words(source.inputs, self.context.generator)
         if parallel.is_together():
             return self.divided_step(inputs, places, words, update)
-        states = model.hidden_states_at(inputs, places)
+        states = model.hidden_states(inputs).flatten(0, 1).index_select(0, places)
         with model.autocast():
             logits = self.head(states, model.word_embeddings.weight)
         loss = restoring_loss(logits, words)
@@ -140,5 +139,4 @@ def all_texts(model: Model, corpora: Sequence[EncodedCorpus], settings: Training
         raise TypeError("expected Tokens: the model's layers are frozen, or it reads no texts")
     tokens = JoinedTokens(parts)
     rows, size = np.arange(len(tokens)), settings.pretrain_batch_size
-    packed = can_pack(model, settings)
-    return Stream(model, tokens, rows, None, size, 2 * settings.seed, padded_lengths=PADDED_LENGTHS, packed=packed)
+    return Stream(model, tokens, rows, None, size, 2 * settings.seed, padded_lengths=PADDED_LENGTHS)

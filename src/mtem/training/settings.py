@@ -132,10 +132,6 @@ class TrainingSettings:
     cuda_graphs: bool = setting(
         True, "on a GPU, capture a step and replay it, which small encoders need; false: launch every operation anew"
     )
-    packing: bool = setting(
-        True, "on a GPU in bf16 or fp16, join the texts of a batch without padding, where encoder (BERT) and method allow it; "
-        "false: pad them to the longest",
-    )  # fmt: skip
     microbatches: int = setting(
         1,
         "parts in which a batch passes through the model; more parts need less memory and more time, with the same results but "

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mtem import parallel
 from mtem.data.batching import Batches, on_device
 from mtem.methods.base import Batch
-from mtem.models.base import EncodedCorpus, Inputs, Model
+from mtem.models.base import EncodedCorpus, Model
 from mtem.training.graphs import LENGTHS, length_multiple
-from mtem.training.settings import TrainingSettings
 
 BUCKET = 50  # batches that are sorted by length together, to save padding
 
@@ -18,12 +16,6 @@ BUCKET = 50  # batches that are sorted by length together, to save padding
 def texts_per_batch(size: int, share: float) -> int:
     """Return how many texts of a batch make up `share` of it; at least one."""
     return min(max(1, round(size * share)), size)
-
-
-def can_pack(model: Model, settings: TrainingSettings) -> bool:
-    """Return whether the texts of training batches are joined: where a kernel attends to texts of different lengths."""
-    half = model.device.type == "cuda" and model.precision in (torch.bfloat16, torch.float16)
-    return settings.packing and half and model.can_pack() and not parallel.is_together()
 
 
 class Stream:
@@ -45,27 +37,23 @@ class Stream:
         Rows that make up `extra_share` of every batch, instead of coming at random among the others.
     padded_lengths
         About so many different lengths of padded batches, where steps are captured.
-    packed
-        Whether the texts of a batch are joined without padding. Batches are then drawn without regard to length.
     """
 
     def __init__(
         self, model: Model, tokens: EncodedCorpus, rows: np.ndarray, labels: np.ndarray | None, size: int, seed: int,
         *, extra: np.ndarray | None = None, extra_share: float = 0.0, padded_lengths: int = LENGTHS,
-        packed: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.tokens, self.packed = model, tokens, packed
-        # Joined batches have the same width before they are joined: only the number of their tokens varies.
-        self.multiple = (model.max_length or 1) if packed else length_multiple(model, padded_lengths)
+        self.model, self.tokens = model, tokens
+        self.multiple = length_multiple(model, padded_lengths)
         # On the device as a whole, so that a batch is one small transfer.
         self.labels = None if labels is None else torch.from_numpy(labels).to(model.device)
-        self.lengths = lengths = np.asarray(tokens.lengths)
+        lengths = np.asarray(tokens.lengths)
         extra_size = 0
         if extra is not None and len(extra) and extra_share:
             extra_size = texts_per_batch(size, extra_share)
             rows = np.setdiff1d(rows, extra)
         self.parts = []
-        bucket = BUCKET if getattr(tokens, "padded", True) and not packed else 1
+        bucket = BUCKET if getattr(tokens, "padded", True) else 1
         if size - extra_size > 0 and len(rows):
             self.parts.append((rows, Batches(lengths[rows], size - extra_size, seed, bucket)))
         if extra_size:
@@ -84,7 +72,5 @@ class Stream:
     def of(self, rows: np.ndarray) -> Batch:
         """Return the batch of some rows."""
         numbers = on_device(np.asarray(rows, dtype=np.int64), self.model.device)
-        inputs: Inputs = self.model.collate(self.tokens, rows, multiple=self.multiple)
-        if self.packed:
-            inputs = self.model.packed(inputs, int(self.lengths[rows].sum()))
+        inputs = self.model.collate(self.tokens, rows, multiple=self.multiple)
         return Batch(inputs, None if self.labels is None else self.labels[numbers], numbers)
