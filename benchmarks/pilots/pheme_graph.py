@@ -5,7 +5,8 @@
         --set encoder=folder --runs mtem,fixmatch:threshold=0.9 --out FILE.jsonl
 
 `encoder` continues the pretraining of an encoder on all posts. `run` trains one source model and adapts it with several methods.
-With `--rehearse` every source event is adapted to in turn, as if it were the target, and scored with its labels; the target is
+With `--rehearse` every source event is adapted to in turn, as if it were the target, and scored with its labels (with `--labeled`
+100 of its threads are labeled and the others scored); the target is
 not read. Without it the target's test set is scored. Labels of what is adapted to are used only for scores.
 """
 
@@ -93,7 +94,12 @@ def run(args: argparse.Namespace) -> None:
         rows = [record for _, record in read_rows(data.sources[event])]
         threads = [{"id": record["id"], "nodes": record["nodes"]} for record in rows]
         others = {name: path for name, path in sorted(data.sources.items()) if name != event}
-        adapt_to(args, event, others, threads, threads, [record["label"] for record in rows], None)
+        truth = [record["label"] for record in rows]
+        order = np.random.default_rng([args.seed, 1]).permutation(len(rows)) if args.labeled else np.arange(len(rows))
+        few, rest = order[: 100 if args.labeled else 0], order[100 if args.labeled else 0 :]
+        labeled = ([threads[row] for row in few], [truth[row] for row in few]) if args.labeled else None
+        unlabeled = [threads[row] for row in rest]
+        adapt_to(args, event, others, unlabeled, unlabeled, [truth[row] for row in rest], labeled)
 
 
 def adapt_to(

@@ -23,6 +23,7 @@ from mtem.methods.source_only import SourceOnly
 #      512 tokens and small encoders are pretrained: all cells
 PROTOCOL = 4  # of all cells that are run today
 SEMI_SUPERVISED = "semi-supervised"
+MAIN = ("out", "mtem")  # the rows that a table is about
 PLACE = ("dataset", "model", "setting", "pool")
 
 
@@ -104,7 +105,7 @@ class Results(NamedTuple):
 
     cells: list[dict[str, Any]]
     """The cells that tables show. Of two that differ only in their settings, the one that finished last. Where the rules have
-    changed and fewer cells of a place have been run under the new ones than under the old ones, the old ones are shown."""
+    changed, the old ones of a place are shown until its `MAIN` rows have been run under the new ones, or as many cells."""
     damaged: list[str]
     """A message for each file that could not be read."""
     current: list[dict[str, Any]]
@@ -140,8 +141,13 @@ def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for here in by_place.values():
         today = [cell for cell in here if cell["protocol"] == PROTOCOL]
         before = _shown_before([cell for cell in here if cell["protocol"] < PROTOCOL])
-        shown += today if len(today) >= len(before) else before
+        shown += today if len(today) >= len(before) or _main_runs(before) <= _main_runs(today) != set() else before
     return shown
+
+
+def _main_runs(cells: Sequence[dict[str, Any]]) -> set[tuple[str, str, int]]:
+    """Return which runs of the `MAIN` rows there are."""
+    return {(cell["variant"], cell["target"], cell["seed"]) for cell in cells if cell["variant"] in MAIN}
 
 
 def _shown_before(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mtem.errors import RequestError
+from mtem_paper.cells import MAIN
 from mtem_paper.protocol import DATASETS
 
 Cell = dict[str, Any]
@@ -101,8 +102,9 @@ def family(differences: Mapping[Key, Difference | None]) -> dict[Key, Difference
 class Board:
     """The cells of one table: variants x targets x seeds.
 
-    Its seeds are those that at least half of the variants have for every target: neither an extra seed of one method nor an
-    unfinished method changes the seeds of the others. If there is no such seed, it is the one with the most cells.
+    Its seeds are those that the rows it is about (`cells.MAIN`) have for every target. Where one of these is missing, they are
+    those that at least half of the variants have: neither an extra seed of one method nor an unfinished method changes the seeds
+    of the others. If there is no such seed, it is the one with the most cells.
 
     Parameters
     ----------
@@ -128,7 +130,8 @@ class Board:
         self.variants = tuple(variant for variant in variants if any(key[0] == variant for key in self.cells))
         self.ran = tuple(sorted({seed for *_, seed in self.cells}))
         complete = {seed: sum(self._has_all_targets(variant, seed) for variant in self.variants) for seed in self.ran}
-        self.seeds = tuple(seed for seed in self.ran if 2 * complete[seed] >= len(self.variants))
+        self.seeds = tuple(seed for seed in self.ran if all(self._has_all_targets(variant, seed) for variant in MAIN))
+        self.seeds = self.seeds or tuple(seed for seed in self.ran if 2 * complete[seed] >= len(self.variants))
         if self.ran and not self.seeds:
             self.seeds = (max(self.ran, key=lambda seed: sum(key[2] == seed for key in self.cells)),)
 

@@ -237,22 +237,26 @@ def _by_target_labels(cell: Cell) -> float:
 
 
 def scores(board: Board, paper: published.Table, baseline: str) -> str:
-    """Return a row for each variant: its score on every target, the mean, the difference from the baseline and the best."""
+    """Return a row for each variant: its score on every target, the mean, the difference from the baseline and the best.
+
+    Without the baseline there are no means, and the best is known only if enough rows are complete.
+    """
     winner, by_target = board.best(), behind_by_target(board)
-    column = over(board, baseline) if winner else {}
+    begun = winner is not None or board.complete(baseline)
+    column = over(board, baseline) if begun else {}
     rivals = behind(board, winner) if winner else {}
     second = board.best(but=winner) if winner else None
     rows = []
     for variant in board.variants:
         own = board.seeds_of(variant)
         unfinished = (
-            "" if board.complete(variant) or not winner else f" (seed {', '.join(map(str, own))})" if own else " (unfinished)"
+            "" if board.complete(variant) or not begun else f" (seed {', '.join(map(str, own))})" if own else " (unfinished)"
         )
         row = [_name(variant, paper) + unfinished]
         for target in board.targets:
             best = variant == board.best(target)
             row.append(_marked(digits(board.mean(variant, target)), best, by_target.get((variant, target))))
-        if winner:
+        if begun:
             spread = board.spread(variant)
             mean = _marked(digits(board.mean(variant)), variant == winner, rivals.get(variant))
             row.append(mean + (f" ± {digits(spread)}" if spread is not None else ""))

@@ -165,8 +165,9 @@ def test_a_fixed_index_is_one_that_is_not_learned(encoder):
 def test_which_presets_learn_an_index(preset):
     texts, threads = (find_settings(model, "mtem", preset, {}).method for model in ("minilm", "bigcn"))
     assert (texts.learns_index, texts.sampling, texts.threshold) == ((preset == "learned"), (preset == "learned"), 0.95)
-    assert (threads.index_mode, threads.sampling, threads.threshold) == ("shared", True, 0.0) and threads.learns_index
-    assert texts.index_initial == texts.index_low == 1.0
+    assert (threads.learns_index, threads.sampling, threads.threshold) == ((preset == "learned"), True, 0.0)
+    assert threads.index_mode == {"recommended": "fixed", "learned": "shared"}[preset]
+    assert texts.index_initial == texts.index_low == threads.index_initial == 1.0
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,11 @@ def test_which_presets_learn_an_index(preset):
         ("recommended", {"outer_share": 0.2}, ["setting outer_share=0.2: of no use with index_mode=fixed"]),
         ("learned", {"engine": "taylor", "temperature_end": 0.5, "outer_share": 0.2}, []),
         ("learned", {"meta": False, "index_step": "raw"}, ["setting index_step=raw: of no use with meta=false"]),
+        (
+            "learned",
+            {"index_mode": "shared", "index_initial": 2.0},
+            ["setting index_initial=2.0: of no use with index_mode=shared"],
+        ),
     ],
 )
 def test_settings_without_effect_are_told(preset, given, warned, caplog):

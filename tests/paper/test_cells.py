@@ -8,7 +8,7 @@ import json
 from mtem_paper import cells, coverage, protocol
 
 
-def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(tmp_path):
+def test_places_show_the_earlier_rules_until_their_main_rows_or_as_much_was_run_under_the_new_ones(tmp_path):
     from tests.made_up import make_cell
 
     def result(protocol, seed, variant="mtem", prior="uniform"):
@@ -29,12 +29,18 @@ def test_places_show_the_earlier_rules_until_as_much_was_run_under_the_new_ones(
     current = [("mtem", 2), ("mtem", 4), ("out-as-is", 1), ("out-as-is", 1)]
     assert sorted((cell["variant"], cell["protocol"]) for cell in found.current) == current, "of each run the newest"
     assert "| PHEME, bigcn, unsupervised | 4 | 4 | 1 |" in coverage.earlier_rules(found.cells, found.current)
-    result(4, 1)
-    result(4, 0, prior="none", variant="out-as-is")
-    assert {cell["protocol"] for cell in cells.read(tmp_path).cells} == {1, 2}, "three of four"
+    for seed in (0, 1):
+        result(4, seed, prior="none", variant="out-as-is")
+    assert {cell["protocol"] for cell in cells.read(tmp_path).cells} == {1, 2}, "three of four, and a run of mtem is missing"
+    result(4, 2)
     result(4, 1, prior="none", variant="out-as-is")
     found = cells.read(tmp_path)
-    assert [cell["protocol"] for cell in found.cells] == [4] * 4, "all rows of a place change at once"
+    assert [cell["protocol"] for cell in found.cells] == [4] * 4, "as many, and all rows of a place change at once"
+    for variant in ("dann", "cst", "mme"):
+        result(2, 0, variant=variant)
+    assert {cell["protocol"] for cell in cells.read(tmp_path).cells} == {1, 2}, "now more of the earlier ones"
+    result(4, 1)
+    assert {cell["protocol"] for cell in cells.read(tmp_path).cells} == {4}, "all runs of mtem"
     assert coverage.earlier_rules(found.cells, found.current) == "None.\n"
 
 

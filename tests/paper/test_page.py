@@ -119,7 +119,7 @@ def test_the_page_tells_what_is_missing(tmp_path, few_draws):
     general, ablation, sizes = 11, 3, 18  # no WIND: it needs labels
     assert f"| 24 of {3 * (4 * (general + ablation) + sizes)} |" in line
     for wanted in (
-        "Out 4,", "Out (no pretraining) 12,", "DANN 12,", "BiAT 12,", "MTEM 4,", "MTEM (an index for each text) 12,", "CST 5,",
+        "Out 4,", "Out (no pretraining) 12,", "DANN 12,", "BiAT 12,", "MTEM 4,", "MTEM (learned indexes) 12,", "CST 5,",
         "MTEM (paper's settings) 12,", "ablation 36,", "batch size 53 |",
     ):  # fmt: skip
         assert wanted in line
@@ -135,7 +135,7 @@ def test_the_page_tells_what_is_missing(tmp_path, few_draws):
 def test_of_mpnet_only_the_planned_methods_are_missed():
     lines = coverage.runs(grid({"out": 0.8, "mtem": 0.9, "biat": 0.9}, seeds=(0, 1, 2), model="mpnet")).splitlines()
     line = next(line for line in lines if "| 36 of 96 |" in line)
-    assert "| DANN 12, FixMatch 12, CST 12, MTEM (an index for each text) 12, *oracle: target labels* 12 |" in line
+    assert "| DANN 12, FixMatch 12, CST 12, MTEM (learned indexes) 12, *oracle: target labels* 12 |" in line
 
 
 def test_nothing_is_missing_of_a_complete_plan():

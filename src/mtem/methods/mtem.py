@@ -38,6 +38,7 @@ OF_OUTER_LOOP = (
     "engine", "shared_learning_rate", "index_learning_rate", "index_step", "index_schedule", "virtual_step",
     "virtual_learning_rate", "source_microbatches", "taylor_step", "outer_share",
 )  # fmt: skip
+OF_SINGLE_INDEXES = ("index_initial", "index_low", "index_learning_rate", "index_step", "index_schedule")
 OF_TEMPERATURE = ("annealing", "temperature_start", "temperature_end", "steepness")
 
 
@@ -219,9 +220,10 @@ class Mtem(Method):
 
     @classmethod
     def unused(cls, settings: MtemSettings) -> dict[str, str]:
-        """Return the settings of the outer loop where there is none, and of the temperature where no label is drawn."""
+        """Return settings without effect: of an outer loop or single indexes that do not exist, of labels that are not drawn."""
         without_loop = "index_mode=fixed" if settings.meta else "meta=false"
-        names = {} if settings.learns_index else dict.fromkeys(OF_OUTER_LOOP, without_loop)
+        names = dict.fromkeys(OF_SINGLE_INDEXES, "index_mode=shared") if settings.index_mode == "shared" else {}
+        names = names if settings.learns_index else {**names, **dict.fromkeys(OF_OUTER_LOOP, without_loop)}
         return names if settings.sampling else {**names, **dict.fromkeys(OF_TEMPERATURE, "sampling=false")}
 
     def _make_recorder(self) -> layerwise.Recorder | None:

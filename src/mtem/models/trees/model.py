@@ -116,9 +116,10 @@ class BigcnSettings(ModelSettings):
                 raise RequestError(f"{error}; --features {Tfidf.name} needs no encoder") from error
 
 
-# On events held out of the sources, an index that all threads share was better than one for each and than 1 for all, and a
-# threshold of confidence worse than none; that was before threads were read with their neighbours (docs/recipe.md).
+# On events held out of the sources, a threshold of confidence was worse than none. An index that all threads share was better
+# than one for each; since threads are read with their neighbours it gains nothing over 1 for all (docs/recipe.md).
 _LEARNED = {"index_mode": "shared", "sampling": True, "threshold": 0.0}
+_RECOMMENDED = {**_LEARNED, "index_mode": "fixed"}
 
 
 class BigcnModel(Model):
@@ -159,7 +160,7 @@ class BigcnModel(Model):
         "max_length": 256, "source_epochs": 4.0, "epochs": 24.0, "target_class_prior": "auto", "features": "encoder",
     }  # fmt: skip
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "recommended": _LEARNED,
+        "recommended": _RECOMMENDED,
         "learned": _LEARNED,
         "paper": {"learning_rate": 5e-3, "target_class_prior": "none", "epochs": 10.0, "features": "tfidf"},
     }
