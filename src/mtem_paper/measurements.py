@@ -43,12 +43,16 @@ def trajectories(cells: Sequence[Cell], drawn: dict[str, str]) -> str:
     """Return a figure of temperature and indexes for each place."""
     parts = []
     for place in places(cells):
-        runs = [cell for cell in at(cells, place) if cell["variant"] == "mtem" and cell.get("history")]
+        runs = [cell for cell in at(cells, place) if cell["variant"] in ("mtem", "mtem-learned") and _has_outer_loop(cell)]
         if runs and place.setting == UNSUPERVISED:
             name = f"trajectory-{place.dataset}-{place.model}-{place.pool}"
             drawn[f"{name}.svg"] = figures.trajectory_figure(runs)
             parts += [picture(name, f"temperature and indexes, {place.title}"), f"MTEM, {place.title}, runs: {len(runs)}.\n"]
     return "\n".join(parts) or NOT_RUN
+
+
+def _has_outer_loop(cell: Cell) -> bool:
+    return any("meta_loss" in point for point in cell.get("history") or ())
 
 
 # ---------------------------------------------------------------------- cost

@@ -250,9 +250,7 @@ VARIANTS: dict[str, Variant] = {
     "biat": Variant("biat", "BiAT"),
     "wind": Variant("wind", "WIND"),
     "mtem": Variant("mtem", "MTEM", groups=(GENERAL, ABLATION)),
-    "mtem-learned": Variant(
-        "mtem", "MTEM (learned indexes)", (GENERAL, ABLATION), preset=LEARNED
-    ),
+    "mtem-learned": Variant("mtem", "MTEM (learned indexes)", (GENERAL, ABLATION), preset=LEARNED),
     "mtem-as-is": _as_is("mtem", "MTEM (uncorrected)"),
     "mtem-paper": Variant("mtem", "MTEM (paper's settings)", preset=PAPER, uncorrected=True),
     "oracle": Variant("source-only", "*oracle: target labels*", oracle=True),

@@ -38,6 +38,16 @@ def test_only_whole_seeds_are_averaged(few_draws):
         Board([*cells, cells[0]], protocol.in_group("general"), AMAZON, None)
 
 
+def test_the_seeds_are_those_of_the_source_model_and_mtem(few_draws):
+    cells = grid({"mtem": 0.9, "out": 0.8}, seeds=range(5)) + grid({"cst": 0.85, "dann": 0.85, "biat": 0.85}, seeds=(1,))
+    cells += grid({"mtem": 0.9}, seeds=(7,))
+    board = Board(cells, protocol.in_group("general"), AMAZON, None)
+    assert board.seeds == (0, 1, 2, 3, 4) and board.ran == (0, 1, 2, 3, 4, 7)
+    text = tables.general("amazon", tables.boards(cells))
+    assert "| best method | unfinished |" in text and re.search(r"\| CST \(seed 1\) \|.* \| ≈ \+\.\d+ \[.*\] \|\n", text)
+    assert re.search(r"\| MTEM \|.* ± \.\d+ \| \+\.\d+ \[.*\] \|\n", text), "means, though the best is not known yet"
+
+
 def test_an_unfinished_table_has_its_targets_and_no_winner(few_draws):
     cells = grid({"mtem": 0.9, "out": 0.8, "cst": 0.7}, ["kitchen"]) + grid({"out": 0.8}, ["dvd"], seeds=(0,))
     board = Board(cells, protocol.in_group("general"), AMAZON, None)
