@@ -98,7 +98,7 @@ def test_a_setting_at_its_value_from_before_it_existed_moves_no_cell():
     rehearsed = rehearsed_settings.choices(COMMITTED, "pheme", "bigcn-minilm")
     found = {}
     for name in ("bigcn-minilm", "bigcn-minilm-neighbours"):
-        plan = protocol.plan(["general"], "pheme", "bigcn", name, variants=["out"], seeds=[0], rehearsed=rehearsed)
+        plan = protocol.plan(["general"], "pheme", "bigcn", name, variants=["mtem-learned"], seeds=[0], rehearsed=rehearsed)
         found[name] = plan[0]
     alone, together = found.values()
     assert (COMMITTED / alone.address).is_file()
