@@ -5,8 +5,9 @@
 
 A source domain stands for the target: its labels are hidden from the run and only score it. All rules begin from the source model
 that `mtem reproduce rehearsal` would train (with the encoder pretrained for the target, if the plan has one), which is kept in
---work. A rule is a name and settings of `mtem adapt`; `method=NAME` takes another method than mtem. A row has the accuracy after
-every pass, the source model's first.
+--work. A rule is a name and settings of `mtem adapt`; `method=NAME` takes another method than mtem. A row has the score after
+every pass, the source model's first, and `balanced`, the mean over the classes of the share that is found. With --rare only a
+third of the texts of that class is adapted to, and with --set the source models have other settings.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mtem.rehearsal.figures import candidate_figures
-from mtem.rehearsal.trials import Trial, quiet_logging
+from mtem.rehearsal.trials import Trial, TrialOutputs, quiet_logging
 from mtem.run.record import versions
 from mtem_paper import rehearsals
 
@@ -35,7 +37,8 @@ def run(args: argparse.Namespace, rehearser: rehearsals.Rehearser, name: str, gi
     place = rehearsals.Place(args.dataset, args.model_name, args.target, args.seed)
     rate = float(given.pop("learning_rate", args.learning_rate))
     method, epochs = given.pop("method", "mtem"), int(given.pop("epochs", args.epochs or rehearsals.PASSES[args.dataset]))
-    task = rehearsals.Task(place, Trial(args.domain, method, rate, given.pop("target_class_prior", args.prior)), 1.0)
+    trial = Trial(args.domain, method, rate, given.pop("target_class_prior", args.prior), args.rare)
+    task = rehearsals.Task(place, trial, 1.0, json.dumps(dict(item.split("=", 1) for item in args.set), sort_keys=True))
     rehearser(rehearsals.source_of(task))
     work = rehearser.work_of(task)
     plan = dataclasses.replace(work.plan, given={**work.plan.given, **given}, epochs=epochs)
@@ -45,10 +48,17 @@ def run(args: argparse.Namespace, rehearser: rehearsals.Rehearser, name: str, gi
     figures = candidate_figures(outputs, rehearsals.metric_of(args.dataset), work.corpus.classes)
     return {
         "rule": name, "dataset": args.dataset, "model": args.model_name, "target": args.target, "domain": args.domain,
-        "seed": args.seed, "method": method, "given": given, "learning_rate": rate, "epochs": epochs,
+        "rare": args.rare, "set": args.set, "seed": args.seed, "method": method, "given": given, "learning_rate": rate,
+        "epochs": epochs, "balanced": balanced(outputs),
         "scores": [round(entry.score, 4) for entry in figures], "infomax": [round(float(x), 4) for x in outputs.infomax],
         "seconds": outputs.seconds, "machine": outputs.machine, "versions": versions(),
     }  # fmt: skip
+
+
+def balanced(outputs: TrialOutputs) -> list[float]:
+    """Return the mean over the classes of the share of their texts that is found, for each candidate."""
+    found = outputs.logits.argmax(axis=2) == outputs.labels
+    return [round(float(np.mean([row[outputs.labels == k].mean() for k in np.unique(outputs.labels)])), 4) for row in found]
 
 
 def main() -> None:
@@ -60,6 +70,8 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="the target, which is not read but for the pretraining")
     parser.add_argument("--domain", required=True, help="the source domain that stands for it")
     parser.add_argument("--rule", action="append", required=True, help="'NAME: SETTING=VALUE ...'")
+    parser.add_argument("--rare", default="", help="a class of which only a third of the texts is adapted to")
+    parser.add_argument("--set", action="append", default=[], help="SETTING=VALUE of the source model and of all rules")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--prior", default="none")
     parser.add_argument("--epochs", type=int)
@@ -69,7 +81,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rehearser = rehearsals.Rehearser(args.data, args.model, args.device, args.work)
-    done = {(row["rule"], row["target"], row["domain"], row["seed"]) for row in read(args.out)}
+    done = {
+        (row["rule"], row["target"], row["domain"], row["seed"]) for row in read(args.out) if row.get("rare", "") == args.rare
+    }
     for name, given in map(parse, args.rule):
         if (name, args.target, args.domain, args.seed) in done:
             continue
@@ -77,7 +91,7 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(args.target, args.domain, name, row["scores"][0], row["scores"][-1], row["seconds"], flush=True)
+        print(args.target, args.domain, name, row["balanced"][0], row["balanced"][-1], row["seconds"], flush=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtem_paper import protocol
+from mtem_paper import protocol, twins
 from mtem_paper.cells import PROTOCOL
 from mtem_paper.formatting import blank_repeats, digits, table
 from mtem_paper.protocol import DATASETS, SETTINGS, VARIANTS
@@ -27,8 +27,9 @@ def runs(cells: Sequence[Cell]) -> str:
                 planned = {(*pair, seed) for pairs in experiments.values() for pair in pairs for seed in about.seeds}
                 if not present and not planned:
                     continue
-                absent = planned - {(cell["variant"], cell["target"], cell["seed"]) for cell in present}
-                hours = sum(cell.get("seconds") or 0.0 for cell in present) / 3600
+                done = {(cell["variant"], cell["target"], cell["seed"]) for cell in twins.fill(present, twins.TWINS)}
+                absent = planned - done
+                hours = sum(cell.get("seconds") or 0.0 for cell in present if twins.RUN_OF not in cell) / 3600
                 machines = ", ".join(sorted({str(cell.get("machine") or "unknown") for cell in present})) or "—"
                 share = f"{len(planned) - len(absent)} of {len(planned)}"
                 rows.append([place.title, share, missing(absent) if present else "everything", f"{hours:.1f}", machines])

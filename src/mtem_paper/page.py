@@ -14,7 +14,7 @@ from mtem.atomic import replaced
 from mtem.errors import RequestError
 from mtem.progress import Progress
 from mtem_paper import cells as cell_files
-from mtem_paper import checks, coverage, figures, measurements, rehearsal_tables, rehearsals, statistics, tables
+from mtem_paper import checks, coverage, figures, measurements, rehearsal_tables, rehearsals, statistics, tables, twins
 from mtem_paper.formatting import bullets, digits, percent, picture
 from mtem_paper.protocol import DATASETS
 from mtem_paper.statistics import LEVEL, name_of, recomputed
@@ -76,7 +76,7 @@ def load(results: Path) -> cell_files.Results:
             raise RequestError(
                 f"cell {name_of(cell)}: its score is {cell['score']}, its predictions give {recomputed(cell)}; run it again"
             )
-    return loaded
+    return loaded._replace(cells=twins.fill(loaded.cells))
 
 
 def sections(results: Path, loaded: cell_files.Results, drawn: dict[str, str]) -> dict[str, Callable[[], str | dict[str, str]]]:
@@ -106,6 +106,7 @@ def sections(results: Path, loaded: cell_files.Results, drawn: dict[str, str]) -
         "constants": constants,
         "headline": headline,
         "runs": lambda: coverage.runs(cells),
+        "lent": lambda: str(twins.lent(cells)),
         "failures": lambda: bullets(coverage.failures(results)),
         "source_models": lambda: coverage.source_models(cells),
         "earlier_rules": lambda: coverage.earlier_rules(cells, loaded.current),

@@ -37,7 +37,7 @@ def test_a_plan_goes_seed_by_seed_and_unsupervised_first():
 
 def test_experiments_share_cells():
     general, both = (protocol.plan(names, "pheme", "bigcn", "bigcn") for names in (["general"], ["general", "ablation"]))
-    assert len(both) == len(general) + 3 * 4 * 5
+    assert len(both) == len(general) + 5 * 4 * 5
     assert {cell.address for cell in general} < {cell.address for cell in both}
     sizes = protocol.plan(["batch-size"], "amazon", "minilm", "minilm", seeds=[0])
     assert len(sizes) == 18 and {cell.target for cell in sizes} == {"kitchen"}
@@ -272,3 +272,21 @@ def test_the_source_model_and_mtem_are_run_first():
     for dataset, model in PLANS:
         cells = protocol.plan(["general"], dataset, model, model, seeds=[0], settings_=["unsupervised"], pools=None)
         assert [cell.variant for cell in cells[:2]] == ["out", "mtem"]
+
+
+def test_methods_that_adapt_have_the_settings_of_their_pool():
+    def changed(pool, variant, **overrides):
+        made = protocol.plan(["general"], "amazon", "minilm", "minilm", pools=[pool], variants=[variant], overrides=overrides)
+        return {cell.changed.get("balance_target", False) for cell in made}, {cell.given.get("balance_target") for cell in made}
+
+    assert changed("natural", "mtem") == changed("natural", "dann") == ({True}, {True})
+    assert changed("mixed", "mtem") == changed("natural", "out") == changed("natural", "mtem-paper") == ({False}, {None})
+    assert changed("natural", "mtem", balance_target="false") == ({False}, {False})
+    assert changed("natural", "mtem", learning_rate="1e-3") == ({True}, {True})
+
+
+def test_a_model_whose_plan_names_rows_has_those_of_all_experiments():
+    planned = protocol.planned("pheme", "bigcn-minilm-neighbours", "event", "unsupervised")
+    assert {variant for variant, _ in planned["ablation"]} >= {"mtem", "mtem-without-view", "mtem-without-average"}
+    assert "dann" not in {variant for variant, _ in planned["general"]} and "batch-size" not in planned
+    assert "ablation" not in protocol.planned("pheme", "bigcn-minilm-neighbours", "event", "semi-supervised")

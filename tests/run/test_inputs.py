@@ -18,6 +18,7 @@ from mtem.run import pipeline
 from mtem.run.inputs import RunInputs
 from mtem.selection import left_out
 from mtem.training.settings import TrainingSettings
+from mtem.training.streams import Stream
 from mtem.training.trainer import Trainer
 from tests.bench import stopped_after
 from tests.conftest import make_texts
@@ -121,7 +122,7 @@ def test_no_stage_trains_on_outer_texts(tiny, seen, monkeypatch):
     assert adapted.record["texts"]["source_outer"] == len(found.outer_rows) == 24
 
 
-@pytest.mark.parametrize("changes", [{}, {"index_mode": "shared"}, {"frozen_layers": 1}])
+@pytest.mark.parametrize("changes", [{}, {"index_mode": "shared"}, {"frozen_layers": 1}, {"balance_target": True}])
 def test_a_stopped_run_resumes_to_the_same_indexes(tiny, tmp_path, changes):
     asked = {**tiny, "preset": "learned", "outer_share": 0.2, "threshold": 0.0, "steps": 14, "checkpoint_seconds": 0.0, **changes}
     whole = mtem.adapt(**asked, output=tmp_path / "whole")
@@ -142,3 +143,51 @@ def test_a_source_model_of_the_same_division_fits(tiny, caplog):
         other = mtem.adapt(**{**asked, "outer_share": 0.0}, method="source-only")
         mtem.adapt(**asked, source_model=other)
     assert "was trained with outer_share=0.0" in caplog.text and "train one with outer_share=0.2" in caplog.text
+
+
+@pytest.mark.parametrize("counts", [(24, 6), (20, 9, 1), (29, 1), (15, 15)])
+def test_balanced_batches_have_as_many_rows_of_each_group(encoder, source, counts):
+    made = inputs(encoder, source)
+    made.encode(Progress(quiet=True))
+    plain = made.target_stream
+    groups = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)) * 2, counts))
+    stream = Stream(plain.model, plain.tokens, np.arange(30), None, 10, 1, groups=groups)
+    assert stream.per_epoch == plain.per_epoch == 3
+    size, seen = 10 // len(counts), np.zeros(30, dtype=int)
+    for step in range(200):
+        rows = stream.rows(step)
+        assert len(set(rows)) == len(rows)
+        present = np.bincount(groups[rows] // 2, minlength=len(counts))
+        assert all(min(count, size) <= number <= min(count, size + 1) for count, number in zip(counts, present, strict=True))
+        seen[rows] += 1
+    for number, count in enumerate(counts):
+        of_group = seen[groups == 2 * number]
+        assert of_group.min() >= 0.7 * of_group.mean(), f"some of the {count} rows are hardly seen"
+
+
+def test_with_one_group_or_more_groups_than_a_batch_has_rows_batches_are_the_usual_ones(encoder, source):
+    made = inputs(encoder, source)
+    made.encode(Progress(quiet=True))
+    plain = made.target_stream
+    for groups in (np.zeros(30), np.arange(30)):
+        stream = Stream(plain.model, plain.tokens, np.arange(30), None, 10, 1, groups=groups)
+        assert all(np.array_equal(stream.rows(step), plain.rows(step)) for step in range(7))
+
+
+def test_balance_target_follows_the_predictions_of_the_source_model(encoder, source, monkeypatch):
+    target = [text for text, label in make_texts(200, 9)]
+    model = mtem.adapt(source, target, model=encoder, method="source-only", max_length=16, source_epochs=3.0, left_out_models=0)
+    predicted = np.array([model.classes.index(label) for label in model.predict(target)])
+    few, many = np.flatnonzero(predicted == 0), np.flatnonzero(predicted == 1)
+    kept = np.sort(np.concatenate([few[:8], many[:64]]))
+    drawn = []
+    original = Stream.__call__
+    monkeypatch.setattr(Stream, "__call__", lambda self, step: drawn.append((self, step)) or original(self, step))
+    mtem.adapt(
+        source, [target[row] for row in kept], model=encoder, source_model=model, method="fixmatch", max_length=16, steps=6,
+        batch_size=10, balance_target=True, left_out_models=0,
+    )  # fmt: skip
+    batches = [stream.rows(step) for stream, step in drawn if stream.labels is None]
+    assert len(batches) == 6
+    for rows in batches:
+        assert np.bincount(predicted[kept[rows]], minlength=2).tolist() == [5, 5]

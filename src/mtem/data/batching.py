@@ -26,6 +26,9 @@ class Batches:
         Seed of the permutations.
     bucket : int
         Batches per pool. A larger pool has less padding and less random batches.
+    full_only : bool
+        Leave out what remains of an epoch after the last full batch, other rows in every epoch; with fewer rows than a batch
+        has, all of them are one batch.
 
     Attributes
     ----------
@@ -39,12 +42,14 @@ class Batches:
     an epoch. The last batch of an epoch may be smaller; a single remaining row joins another batch.
     """
 
-    def __init__(self, lengths: np.ndarray, size: int, seed: int, bucket: int = 50) -> None:
+    def __init__(self, lengths: np.ndarray, size: int, seed: int, bucket: int = 50, full_only: bool = False) -> None:
         self.lengths = np.asarray(lengths)
         if len(self.lengths) == 0 or size < 1 or bucket < 1:
             raise ValueError(f"batches of {size} from {len(self.lengths)} rows in pools of {bucket}: all must be positive")
         self.size, self.seed, self.bucket = size, seed, bucket
         full, remainder = divmod(len(self.lengths), size)
+        self._used = full * size if full_only and full else len(self.lengths)
+        remainder *= self._used > full * size
         self._merge_last = full > 0 and remainder == 1
         self.batches_per_epoch = full + (remainder > 0) - self._merge_last
         self._epoch = -1
@@ -59,7 +64,7 @@ class Batches:
 
     def _make_epoch(self, epoch: int) -> list[np.ndarray]:
         random = np.random.default_rng([self.seed, epoch])
-        rows = random.permutation(len(self.lengths))
+        rows = random.permutation(len(self.lengths))[: self._used]
         batches: list[np.ndarray] = []
         for pool in _cut(rows, self.size * self.bucket):
             pool = pool[np.argsort(self.lengths[pool], kind="stable")]

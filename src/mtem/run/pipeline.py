@@ -241,7 +241,8 @@ class Run:
         context = self.context(self.steps, adapts=True)
         torch.manual_seed(self.settings.seed * 10 + 3)  # for modules that the method creates
         method = self.method_cls(self.model, self.method_settings, context)
-        trainer = self.trainer(method, "adapt", self.steps, self.learning_rate, self.inputs.target_stream)
+        target = self.balanced_target() if self.settings.balance_target else self.inputs.target_stream
+        trainer = self.trainer(method, "adapt", self.steps, self.learning_rate, target)
         context.learning_rate = trainer.learning_rate
         self.begin_stage(trainer, tensors, number=2)
         if not self.candidates.entries:
@@ -320,6 +321,14 @@ class Run:
         for line in warnings:
             logger.warning(line)
         return adapted
+
+    def balanced_target(self) -> Stream:
+        """Return batches of the target in which the classes come equally often, by the predictions of the source model."""
+        classes = self.predict_target(" to balance the batches").argmax(axis=1)
+        stream, settings = self.inputs.target_stream, self.settings
+        return Stream(
+            self.model, stream.tokens, np.arange(len(classes)), None, settings.batch_size, 2 * settings.seed + 1, groups=classes
+        )
 
     def predict_target(self, when: str = "") -> np.ndarray:
         """Return the logits of all target texts by the model as it is now."""

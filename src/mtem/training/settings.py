@@ -101,6 +101,11 @@ class TrainingSettings:
         "shares added, so uniform without any. estimated: from the unlabeled texts, if only the shares differ from the source's",
         choices=priors.KINDS,
     )
+    balance_target: bool = setting(
+        False,
+        "draw the unlabeled texts so that all classes that the source model predicts come equally often; for a target in which "
+        "one class is rare, and matters as much as the others",
+    )
     validation_share: float = setting(0.1, "share of the labeled texts held out", low=0.01, high=0.5)
     outer_share: float = setting(
         0.0,

@@ -35,13 +35,17 @@ class Stream:
         Texts in a batch, and the seed of their order.
     extra, extra_share
         Rows that make up `extra_share` of every batch, instead of coming at random among the others.
+    groups
+        A number for each of the rows: of every group a batch has as many rows as of any other. A pass has as many batches as
+        without groups, so rows of small groups come several times. None, or more groups than rows in a batch: all rows alike.
     padded_lengths
         About so many different lengths of padded batches, where steps are captured.
     """
 
     def __init__(
         self, model: Model, tokens: EncodedCorpus, rows: np.ndarray, labels: np.ndarray | None, size: int, seed: int,
-        *, extra: np.ndarray | None = None, extra_share: float = 0.0, padded_lengths: int = LENGTHS,
+        *, extra: np.ndarray | None = None, extra_share: float = 0.0, groups: np.ndarray | None = None,
+        padded_lengths: int = LENGTHS,
     ) -> None:  # fmt: skip
         self.model, self.tokens = model, tokens
         self.multiple = length_multiple(model, padded_lengths)
@@ -54,12 +58,22 @@ class Stream:
             rows = np.setdiff1d(rows, extra)
         self.parts = []
         bucket = BUCKET if getattr(tokens, "padded", True) else 1
-        if size - extra_size > 0 and len(rows):
-            self.parts.append((rows, Batches(lengths[rows], size - extra_size, seed, bucket)))
+        size -= extra_size
+        self.per_epoch = 0
+        if size > 0 and len(rows):
+            whole = Batches(lengths[rows], size, seed, bucket)
+            self.per_epoch = whole.batches_per_epoch
+            parts = [] if groups is None else [rows[groups == number] for number in np.unique(groups)]
+            if 1 < len(parts) <= size:
+                sizes = [size // len(parts) + (number < size % len(parts)) for number in range(len(parts))]
+                for part, count in zip(parts, sizes, strict=True):  # full batches, so that steps have few shapes
+                    self.parts.append((part, Batches(lengths[part], count, seed, bucket, full_only=True)))
+            else:
+                self.parts.append((rows, whole))
         if extra_size:
             extra = np.asarray(extra)
             self.parts.append((extra, Batches(lengths[extra], extra_size, seed + 1, bucket)))
-        self.per_epoch = self.parts[0][1].batches_per_epoch
+        self.per_epoch = self.per_epoch or self.parts[0][1].batches_per_epoch
 
     def rows(self, step: int) -> np.ndarray:
         """Return the rows of the batch of a step."""
