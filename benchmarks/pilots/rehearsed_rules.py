@@ -7,7 +7,8 @@ A source domain stands for the target: its labels are hidden from the run and on
 that `mtem reproduce rehearsal` would train (with the encoder pretrained for the target, if the plan has one), which is kept in
 --work. A rule is a name and settings of `mtem adapt`; `method=NAME` takes another method than mtem. A row has the score after
 every pass, the source model's first, and `balanced`, the mean over the classes of the share that is found. With --rare only a
-third of the texts of that class is adapted to, and with --set the source models have other settings.
+third of the texts of that class is adapted to, and with --set the source models have other settings. With --labeled so many texts
+of the domain are labeled target texts, and neither adapted to nor scored; another number needs another --work.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def run(args: argparse.Namespace, rehearser: rehearsals.Rehearser, name: str, gi
     figures = candidate_figures(outputs, rehearsals.metric_of(args.dataset), work.corpus.classes)
     return {
         "rule": name, "dataset": args.dataset, "model": args.model_name, "target": args.target, "domain": args.domain,
-        "rare": args.rare, "set": args.set, "seed": args.seed, "method": method, "given": given, "learning_rate": rate,
-        "epochs": epochs, "balanced": balanced(outputs),
+        "rare": args.rare, "labeled": args.labeled, "set": args.set, "seed": args.seed, "method": method, "given": given,
+        "learning_rate": rate, "epochs": epochs, "balanced": balanced(outputs),
         "scores": [round(entry.score, 4) for entry in figures], "infomax": [round(float(x), 4) for x in outputs.infomax],
         "seconds": outputs.seconds, "machine": outputs.machine, "versions": versions(),
     }  # fmt: skip
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--domain", required=True, help="the source domain that stands for it")
     parser.add_argument("--rule", action="append", required=True, help="'NAME: SETTING=VALUE ...'")
     parser.add_argument("--rare", default="", help="a class of which only a third of the texts is adapted to")
+    parser.add_argument("--labeled", type=int, default=0, help="labeled texts of the domain that stands for the target")
     parser.add_argument("--set", action="append", default=[], help="SETTING=VALUE of the source model and of all rules")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--prior", default="none")
@@ -80,7 +82,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the source models")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rehearser = rehearsals.Rehearser(args.data, args.model, args.device, args.work)
+    rehearser = rehearsals.Rehearser(args.data, args.model, args.device, args.work, args.labeled)
     done = {
         (row["rule"], row["target"], row["domain"], row["seed"]) for row in read(args.out) if row.get("rare", "") == args.rare
     }

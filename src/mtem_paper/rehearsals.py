@@ -282,12 +282,15 @@ class Rehearser:
         As for `search.Group`.
     results
         The folder of the results.
+    labeled
+        As of `Work`; only of pilots, whose folder is their own.
     """
 
     data: Path
     model: str
     device: str
     results: Path
+    labeled: int = 0
     _works: dict[tuple[Place, bool, str], Work] = dataclasses.field(default_factory=dict)
 
     def __call__(self, task: Task, report: Report = lambda fraction: None) -> float | None:
@@ -321,7 +324,7 @@ class Rehearser:
             folder = self.results / SOURCE_MODELS / RECORDS / place.dataset / place.model
             folder /= f"{place.target}-{place.seed}{task.mark}"
             plan_ = Plan((SHARED_SOURCE,), self.model, PRESET, given, None, None, False, passes)
-            work = Work(corpus, domains, plan_, folder)
+            work = Work(corpus, domains, plan_, folder, labeled=self.labeled)
             if task.final:
                 work = Final(**vars(work), division=splits.divide(target, place.seed), target_name=place.target)
             self._works[key] = work

@@ -109,7 +109,7 @@ def test_adapt_sees_no_labels_of_the_domain_and_no_test_texts(pheme, tmp_path, m
 
     def watched(source, target, **given):
         seen.append((source, target))
-        assert "target_labeled" not in given
+        assert given["target_labeled"] is None
         return original(source, target, **given)
 
     monkeypatch.setattr(trials, "adapt", watched)

@@ -91,10 +91,32 @@ def test_what_the_runs_of_a_trial_are_given(pair, monkeypatch):
             work(task)
     for source, target, given in seen:
         assert not target.labeled and source.domains == ["books", "dvd"] and len(source) == 196
-        assert not set(target.texts()) & set(source.texts()) and "target_labeled" not in given
+        assert not set(target.texts()) & set(source.texts()) and given["target_labeled"] is None
         assert given["left_out_models"] == 0
     assert [len(target) for _, target, _ in seen] == [110, 110, 73]
     assert seen[0][2]["steps"] == 0 and seen[1][2]["epochs"] == 2.0 and seen[1][2]["evaluations"] == 2
+
+
+def test_labeled_target_texts_are_neither_adapted_to_nor_scored(pair, monkeypatch, tmp_path):
+    given = []
+    original = trials.adapt
+
+    def record(source, target, **options):
+        given.append((len(source), list(target.texts()), options["target_labeled"]))
+        return original(source, target, **options)
+
+    monkeypatch.setattr(trials, "adapt", record)
+    work = dataclasses.replace(pair[0], folder=tmp_path, labeled=20)
+    trial = Trial("toys", "fixmatch", 3e-3)
+    work(work.source_task(trial))
+    outputs = work.run_trial(trial)
+    assert len(outputs.labels) == 90 and len(given) == 2
+    labels = dict(make_texts(110, 3, 0.5))
+    for size, target, labeled in given:
+        texts = list(labeled.texts())
+        assert size == 2 * 98 and (len(target), len(texts)) == (90, 20) and sorted([*target, *texts]) == sorted(labels)
+        assert [labels[text] for text in texts] == [labeled.classes[number] for number in labeled.label_numbers(labeled.classes)]
+    assert dataclasses.replace(work, labeled=0).target_labeled("toys") is None
 
 
 def test_large_domains_are_sampled(pair, monkeypatch):

@@ -1,7 +1,8 @@
 """A trial: one method adapted to the texts of one source domain, whose labels it does not see.
 
 Labels of the domain are used here to score the candidates and, with `Trial.rare`, to make one class rarer. They never reach the
-training: `adapt` gets texts without a label column.
+training: `adapt` gets texts without a label column. The exception is `Work.labeled`: as many texts of the domain are labeled
+target texts, and neither adapted to nor scored.
 """
 
 from __future__ import annotations
@@ -186,6 +187,9 @@ class Work:
         Where source models and trials are written.
     pretrained
         The file of the encoder that was pretrained for the source models of a method, by its name; empty without pretraining.
+    labeled
+        How many texts of the domain that stands for the target are labeled target texts. Source models learn from them too, so
+        works with another number need another folder.
     """
 
     corpus: Corpus
@@ -193,6 +197,7 @@ class Work:
     plan: Plan
     folder: Path
     pretrained: dict[str, Path] = dataclasses.field(default_factory=dict)
+    labeled: int = 0
 
     def __call__(self, task: SourceTask | Trial, report: Report = lambda fraction: None) -> None:
         """Run one task and write its result."""
@@ -254,12 +259,22 @@ class Work:
         """Return rows and class numbers of the texts of a domain that are adapted to."""
         corpus = self.corpus
         rows = self.domains.rows(self.domains.names.index(domain))
+        rows = np.setdiff1d(rows, self.labeled_rows(domain))
         rows = np.sort(np.random.default_rng([self.plan.seed, 0xD0]).permutation(rows)[:MOST_TEXTS])
         labels = corpus.label_numbers(corpus.classes)[rows]
         if rare:
             kept = keep_rows(labels, corpus.classes.index(rare), self.plan.seed)
             rows, labels = rows[kept], labels[kept]
         return rows, labels
+
+    def labeled_rows(self, domain: str) -> np.ndarray:
+        """Return the rows of the labeled target texts."""
+        rows = self.domains.rows(self.domains.names.index(domain))
+        return np.sort(np.random.default_rng([self.plan.seed, 0x1A]).permutation(rows)[: self.labeled])
+
+    def target_labeled(self, domain: str) -> Corpus | None:
+        """Return the labeled target texts, if there are any."""
+        return self.corpus.part(self.labeled_rows(domain), f"labeled {domain}") if self.labeled else None
 
     def target(self, domain: str, rare: str = "") -> tuple[Corpus, np.ndarray]:
         """Return the texts that are adapted to, without labels, and their class numbers, which only score."""
@@ -278,7 +293,8 @@ class Work:
         given = {**self.plan.settings_of(task.method), "steps": 0, "left_out_models": 0, "target_class_prior": "none"}
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
             adapt(
-                self.others(task.domain), target, model=self.plan.model, method=task.method,
+                self.others(task.domain), target, target_labeled=self.target_labeled(task.domain), model=self.plan.model,
+                method=task.method,
                 preset=self.plan.preset_of(task.method), output=Path(temporary, "run"), progress=_Reported(report, "source"),
                 frozen_store=self.frozen_store, pretrained=self.pretrained.get(task.method), **given,
             )  # fmt: skip
@@ -301,7 +317,8 @@ class Work:
         recorder = Recorder()
         started = time.monotonic()
         adapted = adapt(
-            self.others(trial.domain), target, model=self.plan.model, method=trial.method,
+            self.others(trial.domain), target, target_labeled=self.target_labeled(trial.domain), model=self.plan.model,
+            method=trial.method,
             preset=self.plan.preset_of(trial.method), observe=observe, on_candidate=recorder,
             source_model=Adapted.load(self.source_model_path(self.source_task(trial))),
             progress=_Reported(report, "adapt"), frozen_store=self.frozen_store, **self.trial_settings(trial),
