@@ -34,7 +34,7 @@ from mtem_paper import pretrained, splits
 from mtem_paper.cells import SEMI_SUPERVISED, Cell
 from mtem_paper.protocol import DATASETS
 
-OF_THETA = ("pretrain_epochs",)  # settings of a variant that theta_1 has too
+OF_THETA = ("pretrain_epochs", "target_labeled_share", "left_out_models")  # settings of a cell that theta_1 has too
 POINTS = 40  # lines of a history that are kept
 HISTORY = ("step", "temperature", "index_quantiles", "meta_loss", "target_loss", "source_loss")
 
