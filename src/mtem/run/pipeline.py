@@ -348,7 +348,8 @@ class Run:
             setting, self.inputs.class_shares, outputs.source_logits, outputs.source_labels, outputs.target_logits,
             self.inputs.target_labeled_labels,
         )  # fmt: skip
-        return priors.TargetPrior.from_shares(shares, self.model.device)
+        strength = priors.HALFWAY if setting == "halfway" else 1.0
+        return priors.TargetPrior.from_shares(shares, self.model.device, strength)
 
     def correct_prior(self, outputs: CandidateOutputs) -> tuple[dict[str, Any] | None, CandidateOutputs]:
         """Add the biases with which the mean prediction on the target has the assumed shares; return record and new outputs."""

@@ -29,7 +29,8 @@ from mtem.methods.alignment import Alignment
 if TYPE_CHECKING:
     from mtem.selection.criteria import CandidateOutputs
 
-KINDS = ("none", "auto", "uniform", "source", "estimated", "labeled")
+KINDS = ("none", "auto", "halfway", "uniform", "source", "estimated", "labeled")
+HALFWAY = 0.5  # the part of the bias towards even shares that "halfway" adds; chosen on source events (docs/recipe.md)
 EVEN_LABELS = 30  # which "auto" adds to the labeled target texts; chosen on events held out of the sources (docs/pheme.md)
 SMALLEST_SHARE = 0.01  # no class is assumed to be rarer: its bias would be unbounded
 
@@ -106,7 +107,7 @@ def assumed_shares(
     if kind == "none":
         return None
     known = np.zeros(0) if target_labels is None else target_labels
-    if kind == "uniform":
+    if kind in ("uniform", "halfway"):
         return np.full(len(source_shares), 1 / len(source_shares))
     if kind in ("auto", "labeled"):
         classes = len(source_shares)
@@ -154,11 +155,11 @@ class TargetPrior:
         self.alignment = alignment or Alignment()
 
     @classmethod
-    def from_shares(cls, shares: np.ndarray | None, device: torch.device) -> TargetPrior:
-        """Assume these shares, [K]; None: assume nothing."""
+    def from_shares(cls, shares: np.ndarray | None, device: torch.device, strength: float = 1.0) -> TargetPrior:
+        """Assume these shares, [K], and go `strength` of the way to them; None: assume nothing."""
         if shares is None:
             return cls()
-        return cls(Alignment(torch.tensor(shares, dtype=torch.float32, device=device)))
+        return cls(Alignment(torch.tensor(shares, dtype=torch.float32, device=device), strength=strength))
 
     @property
     def shares(self) -> np.ndarray | None:
@@ -169,7 +170,7 @@ class TargetPrior:
         """Return the correction for a model with these logits on the target."""
         if self.shares is None:
             raise ValueError("no class shares are assumed")
-        return correction(target_logits, self.shares)
+        return self.alignment.strength * correction(target_logits, self.shares)
 
     def corrected(self, outputs: CandidateOutputs) -> CandidateOutputs:
         """Return the outputs of the corrected model; source texts are weighted as if their classes had the assumed shares."""
