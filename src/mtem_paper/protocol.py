@@ -24,7 +24,9 @@ FACTORS = (1.0, 2.5)  # the search: learning rates of the adaptation, relative t
 # Settings that no score depends on, or that the search and the seed set.
 FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "calibrate", "learning_rate", "seed")
 # Settings that are younger than some cells, with the value at which those cells are what they were: it moves no cell.
-BEFORE: dict[str, Any] = {"neighbours": 0}
+# Rows that assume class shares had even ones by default before these were given to them.
+BEFORE: dict[str, Any] = {"neighbours": 0, "target_class_prior": "uniform"}
+OF_SOURCE_MODEL = ("target_class_prior",)  # settings of a pool or a setting that Out has too
 
 # Whose rehearsals choose for methods without any. On encoders MTEM with the recommended preset is FixMatch, so the second one
 # chooses for MTEM too.
@@ -85,13 +87,16 @@ class Dataset:
     adaptation
         Settings of its cells, where no rehearsal has found others and the preset is not "paper".
     of_pools, of_settings
-        Settings of the cells of a pool, and of a setting, that adapt, unless the preset is "paper".
+        Settings of the cells of a pool, and of a setting, that adapt, unless the preset is "paper"; of Out those in
+        `OF_SOURCE_MODEL`.
     seeds
         Seeds of the plan.
     planned
         The runs that the page of results expects of each model; of any other model it expects everything.
     oracle_labels
         The target labels that the oracle is trained on.
+    planned_pools
+        Pools of which the plan has only a part, whatever the model.
     """
 
     title: str
@@ -111,6 +116,7 @@ class Dataset:
     seeds: tuple[int, ...]
     planned: Mapping[str, Share]
     oracle_labels: str
+    planned_pools: Mapping[str, Share] = dataclasses.field(default_factory=dict)
 
     def share(self, model: str) -> Share:
         """Return the plan of a model."""
@@ -125,7 +131,15 @@ class Dataset:
         return ", ".join([self.title, model, *([f"{pool} pool"] if len(self.pools) > 1 else []), setting])
 
 
-_WITH_ENCODER = ("out", "out-as-is", "fixmatch", "cst", "biat", "mtem", "mtem-learned", "mtem-as-is")  # rows of threads
+# Rows of threads: with even class shares assumed, without, and those that only the first networks have.
+_ASSUMED = ("out", "fixmatch", "cst", "biat", "mtem", "mtem-learned")
+_AS_IS = ("out-as-is", "fixmatch-as-is", "cst-as-is", "biat-as-is", "mtem-as-is")
+_OTHERS = ("out-as-is", "mtem-as-is", "dann", "mme", "wind", "mtem-paper", "oracle", "oracle-as-is")
+
+
+def _ablations(*parts: str) -> tuple[str, ...]:
+    return tuple(f"mtem-without-{part}" for part in parts)
+
 
 DATASETS: dict[str, Dataset] = {
     "amazon": Dataset(
@@ -158,6 +172,9 @@ DATASETS: dict[str, Dataset] = {
             ),
         },
         oracle_labels="half of the test set",
+        planned_pools={
+            "natural": Share(("out", "out-without-pretraining", "fixmatch", "biat", "mtem", "mtem-learned"), (UNSUPERVISED,))
+        },
     ),
     "pheme": Dataset(
         title="PHEME",
@@ -173,20 +190,24 @@ DATASETS: dict[str, Dataset] = {
         given={},  # BiGCN has the same defaults on all devices
         adaptation={},
         of_pools={},
-        of_settings={},
+        of_settings={UNSUPERVISED: {"target_class_prior": "uniform"}},  # of the rows that assume shares
         seeds=(0, 1, 2, 3, 4),
         # The first is like the paper's: a graph network over words. The others read the posts with an encoder: each thread by
         # itself, with its neighbours in the event (the default of the program), or after pretraining on the posts of the run.
         planned={
-            "bigcn": Share(given={"features": "tfidf"}),
-            "bigcn-minilm": Share(given={"features": "encoder", "neighbours": 0}),
+            "bigcn": Share(
+                (*_ASSUMED, *_OTHERS, *_ablations("average", "view", "meta", "annealing", "sampling")),
+                given={"features": "tfidf"},
+            ),
+            "bigcn-minilm": Share((*_ASSUMED, *_OTHERS), given={"features": "encoder", "neighbours": 0}),
             "bigcn-minilm-neighbours": Share(
-                (*_WITH_ENCODER, *(f"mtem-without-{part}" for part in ("average", "view", "annealing", "sampling"))),
+                (*_ASSUMED, *_AS_IS, *_ablations("average", "view", "annealing", "sampling")),
                 given={"features": "encoder", "neighbours": 20},
                 rehearsed_with="bigcn-minilm",
             ),
             "bigcn-minilm-pretrained": Share(
-                _WITH_ENCODER,
+                ("out", "mtem-learned"),
+                (UNSUPERVISED,),
                 given={"features": "encoder", "neighbours": 0, "pretrain_epochs": 10.0, "pretrain_batch_size": 256},
                 rehearsed_with="bigcn-minilm",
             ),
@@ -262,6 +283,9 @@ VARIANTS: dict[str, Variant] = {
     "wind": Variant("wind", "WIND"),
     "mtem": Variant("mtem", "MTEM", groups=(GENERAL, ABLATION)),
     "mtem-learned": Variant("mtem", "MTEM (learned indexes)", (GENERAL, ABLATION), preset=LEARNED),
+    "fixmatch-as-is": _as_is("fixmatch", "FixMatch (uncorrected)"),
+    "cst-as-is": _as_is("cst", "CST (uncorrected)"),
+    "biat-as-is": _as_is("biat", "BiAT (uncorrected)"),
     "mtem-as-is": _as_is("mtem", "MTEM (uncorrected)"),
     "mtem-paper": Variant("mtem", "MTEM (paper's settings)", preset=PAPER, uncorrected=True),
     "oracle": Variant("source-only", "*oracle: target labels*", oracle=True),
@@ -308,7 +332,8 @@ def check(datasets: Mapping[str, Dataset], variants: Mapping[str, Variant]) -> N
         require(dataset.default_model in dataset.planned, f"{where}: no plan for the default model {dataset.default_model}")
         separate = dataset.unlabeled_file is not None
         require(all(bool(sources) is separate for sources in dataset.pools.values()), f"{where}: pools do not fit unlabeled_file")
-        for model, share in dataset.planned.items():
+        require(set(dataset.planned_pools) <= set(dataset.pools), f"{where}: planned_pools: unknown pool")
+        for model, share in (*dataset.planned.items(), *dataset.planned_pools.items()):
             lenders = (share.rehearsed_with,) if share.rehearsed_with else ()
             for names, allowed in (
                 (share.variants, variants), (share.settings, SETTINGS), (share.pools, dataset.pools), (lenders, dataset.planned),
@@ -362,15 +387,17 @@ EXPERIMENTS = {
 
 def planned(dataset: str, model: str, pool: str, setting: str) -> dict[str, list[tuple[str, str]]]:
     """Return the (variant, target) pairs that the plan has for a place, by experiment."""
-    share = DATASETS[dataset].share(model)
-    if setting not in (share.settings or SETTINGS) or pool not in (share.pools or DATASETS[dataset].pools):
+    about = DATASETS[dataset]
+    share, part = about.share(model), about.planned_pools.get(pool, Share())
+    if pool not in (share.pools or about.pools) or any(setting not in (of.settings or SETTINGS) for of in (share, part)):
         return {}
     return {
         name: [
             (variant, target)
             for variant in experiment.variants
-            for target in DATASETS[dataset].targets
-            if fits(variant, dataset, setting, target) and variant in (share.variants or experiment.variants)
+            for target in about.targets
+            if fits(variant, dataset, setting, target)
+            and all(variant in (of.variants or experiment.variants) for of in (share, part))
         ]
         for name, experiment in EXPERIMENTS.items()
         if setting in experiment.settings and pool in (experiment.pools or (pool,))
@@ -453,14 +480,14 @@ def plan(
 
 
 def in_place(cell: Cell) -> Cell:
-    """Return the cell with the settings of its pool and of its setting."""
+    """Return the cell with the settings of its pool and of its setting, where its variant has no own."""
     about = DATASETS[cell.dataset]
     given = {**about.of_pools.get(cell.pool, {}), **about.of_settings.get(cell.setting, {})}
-    if not given or cell.method == "source-only" or cell.preset == PAPER:
-        return cell
-    own = {name: cell.overrides.get(name, value) for name, value in given.items()}
-    changed = {name: value for name, value in own.items() if name not in FREE}
-    return dataclasses.replace(cell, given={**cell.given, **own}, changed={**cell.changed, **changed})
+    own = {**find(cell.variant if cell.variant in VARIANTS else cell.method).given, **cell.overrides}
+    names = OF_SOURCE_MODEL if cell.method == "source-only" else tuple(given)
+    new = {name: given[name] for name in names if name in given and name not in own and cell.preset != PAPER}
+    changed = {name: value for name, value in new.items() if name not in FREE and (name not in BEFORE or value != BEFORE[name])}
+    return dataclasses.replace(cell, given={**cell.given, **new}, changed={**cell.changed, **changed})
 
 
 def with_rehearsal(cell: Cell, rehearsed: Mapping[tuple[str, str, bool], Mapping[str, Any]]) -> Cell:

@@ -172,6 +172,28 @@ def test_settings_of_amazon_cells():
     assert protocol.VARIANTS["out-without-pretraining"].title("semi-supervised") == "In+Out (no pretraining)"
 
 
+def test_settings_of_a_place():
+    """Those of a setting and of a pool; of Out only what the finished model has, and of a variant its own first."""
+
+    def of(dataset, model, variant, setting, pool):
+        given = {"variants": [variant], "settings_": [setting], "pools": [pool], "seeds": [0]}
+        return protocol.plan(["general"], dataset, "bigcn" if dataset == "pheme" else model, model, **given)[0]
+
+    cell = of("amazon", "minilm", "mtem", "semi-supervised", "natural")
+    assert cell.changed.items() >= {"target_labeled_share": 0.1, "balance_target": True}.items()
+    assert cell.given["left_out_models"] == 0 and "left_out_models" not in cell.changed
+    for variant, setting, pool in (
+        ("mtem", "unsupervised", "mixed"), ("out", "semi-supervised", "natural"), ("mtem-paper", "semi-supervised", "natural"),
+    ):  # fmt: skip
+        assert not {"target_labeled_share", "balance_target"} & set(of("amazon", "minilm", variant, setting, pool).given)
+    for variant, assumed in (("out", "uniform"), ("mtem", "uniform"), ("out-as-is", "none"), ("biat-as-is", "none")):
+        cell = of("pheme", "bigcn", variant, "unsupervised", "event")
+        assert cell.given["target_class_prior"] == assumed
+    committed = of("pheme", "bigcn-minilm-neighbours", "out", "unsupervised", "event")
+    assert (COMMITTED / committed.address).is_file(), "rows with even shares are where they were"
+    assert "target_class_prior" not in of("pheme", "bigcn", "mtem", "semi-supervised", "event").given
+
+
 def test_a_rehearsal_never_has_the_address_of_a_result():
     plain = protocol.plan(["general"], "pheme", "bigcn", "bigcn", seeds=[0])
     default = {"epochs": "10"}  # even where it changes nothing
@@ -183,7 +205,8 @@ def test_a_rehearsal_never_has_the_address_of_a_result():
     same = {cell.variant for cell in plain} - {
         cell.variant for cell, twin in zip(plain, other, strict=True) if cell.address != twin.address
     }
-    assert same == {"out", "out-as-is", "oracle", "oracle-as-is", "dann", "fixmatch", "cst", "mme", "biat", "wind"}
+    others = {"out", "oracle", "dann", "fixmatch", "cst", "mme", "biat", "wind"}
+    assert same == others | {f"{name}-as-is" for name in ("out", "oracle", "fixmatch", "cst", "biat")}
 
 
 @pytest.mark.parametrize(
@@ -290,3 +313,12 @@ def test_a_model_whose_plan_names_rows_has_those_of_all_experiments():
     assert {variant for variant, _ in planned["ablation"]} >= {"mtem", "mtem-without-view", "mtem-without-average"}
     assert "dann" not in {variant for variant, _ in planned["general"]} and "batch-size" not in planned
     assert "ablation" not in protocol.planned("pheme", "bigcn-minilm-neighbours", "event", "semi-supervised")
+
+
+def test_of_the_natural_pool_the_plan_has_the_main_rows():
+    planned = protocol.planned("amazon", "minilm", "natural", "unsupervised")
+    assert {variant for variant, _ in planned["general"]} == {
+        "out", "out-without-pretraining", "fixmatch", "biat", "mtem", "mtem-learned",
+    }  # fmt: skip
+    assert protocol.planned("amazon", "minilm", "natural", "semi-supervised") == {}
+    assert protocol.planned("amazon", "mpnet", "natural", "unsupervised") == {}, "which the model's own plan leaves out"

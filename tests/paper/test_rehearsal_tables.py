@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mtem.errors import RequestError
+from mtem.rehearsal.choice import Configuration, Curve
 from mtem_paper import protocol, rehearsal_tables, rehearsals, rehearsed_settings
 from mtem_paper.protocol import DATASETS
 
@@ -108,7 +109,8 @@ def test_tables_show_the_default_model_of_a_data_set(results):
     assert len(rehearsals.read(results)) > len(before)
 
 
-def test_a_rarer_class_is_compared_only_if_every_prior_has_it(tmp_path):
+def test_trials_choose_for_rows_that_assume_what_they_did(tmp_path):
+    """Whether class shares are assumed is a row's, however much better the others did."""
     events = [name for name in DATASETS["pheme"].domains if name != "ferguson"]
 
     def trials(prior, scores, rare=""):
@@ -117,15 +119,25 @@ def test_a_rarer_class_is_compared_only_if_every_prior_has_it(tmp_path):
         ]
 
     save(tmp_path, *trials("uniform", [0.5, 0.6, 0.6, 0.6]), *trials("none", [0.55, 0.4, 0.4, 0.4]))
-    save(tmp_path, *trials("none", [0.9, 0.9, 0.9, 0.9], rare="rumour"))
+    chosen = rehearsed_settings.choices(tmp_path, "pheme", "bigcn")
+    assumed, plain = (chosen["ferguson", "mtem", uncorrected] for uncorrected in (False, True))
+    assert (assumed["target_class_prior"], assumed["stop_epochs"] > 0) == ("uniform", True)
+    assert (plain["target_class_prior"], plain["stop_epochs"]) == ("none", 0.0)
+    save(tmp_path, *trials("uniform", [0.3, 0.3, 0.3, 0.3], rare="rumour"), *trials("none", [0.9, 0.9, 0.9, 0.9], rare="rumour"))
     chosen = rehearsed_settings.choices(tmp_path, "pheme", "bigcn")
     assert chosen["ferguson", "mtem", False]["target_class_prior"] == "uniform"
-    assert (
-        chosen["ferguson", "mtem", True] | {"target_class_prior": "none", "stop_epochs": 0.0} == chosen["ferguson", "mtem", True]
-    )
-    save(tmp_path, *trials("uniform", [0.3, 0.3, 0.3, 0.3], rare="rumour"))
-    assert rehearsed_settings.choices(tmp_path, "pheme", "bigcn")["ferguson", "mtem", False]["target_class_prior"] == "none"
     assert "rarer" in rehearsal_tables.shares(list(rehearsals.read(tmp_path)))
+
+
+def test_a_rarer_class_is_compared_only_if_every_prior_has_it():
+    def curve(prior, rare=""):
+        return Curve(Configuration("mtem", 1e-3, prior), "kitchen", rare, np.arange(2), np.zeros(2), np.zeros(2), 2)
+
+    both = [curve("none"), curve("none", "good"), curve("uniform")]
+    assert [(entry.configuration.prior, entry.rare) for entry in rehearsed_settings.complete(both, 1)] == [
+        ("none", ""), ("uniform", ""),
+    ]  # fmt: skip
+    assert len(rehearsed_settings.complete([*both, curve("uniform", "good")], 1)) == 4
 
 
 def test_configurations_that_were_not_tried_on_all_sources_do_not_count(results):

@@ -40,8 +40,10 @@ def test_cells_say_all_that_tables_need(ran):
 def test_theta_1_and_the_test_set_are_shared(ran):
     found = {(each["setting"], each["variant"]): each for each in results_of(*ran[:2]).values()}
     assert len({each["test"]["fingerprint"] for each in found.values()}) == 1
-    for setting in protocol.SETTINGS:
-        assert found[setting, "out"]["score"] == found[setting, "mtem"]["source_score"] == found[setting, "out"]["source_score"]
+    out, mtem = found["unsupervised", "out"], found["unsupervised", "mtem"]
+    assert out["score"] == mtem["source_score"] == out["source_score"]
+    shares = {name: found["semi-supervised", name]["settings"]["target_labeled_share"] for name in ("out", "mtem")}
+    assert shares == {"out": 0.5, "mtem": 0.1}, "methods begin from a source model that saw the labels as often as they do"
 
 
 def test_test_texts_and_their_labels_never_reach_adapt(pheme, tmp_path, monkeypatch):
@@ -75,7 +77,8 @@ def test_test_texts_and_their_labels_never_reach_adapt(pheme, tmp_path, monkeypa
     for result in results.values():
         assert result["score"] == result["metrics"]["f1"]["rumour"] and 0 < result["metrics"]["trivial_f1"] < 1
         assert result["search"][0]["score"] == result["score"] and result["oracle"] == (result["variant"] == "oracle")
-        assert result["settings"]["target_class_prior"] == ("none" if result["variant"] == "out-as-is" else "auto")
+        assumed = "uniform" if result["setting"] == "unsupervised" else "auto"
+        assert result["settings"]["target_class_prior"] == ("none" if result["variant"] == "out-as-is" else assumed)
 
 
 def test_without_labels_of_the_pool_the_oracle_learns_one_half_of_the_test_set_to_predict_the_other(
@@ -122,7 +125,7 @@ def test_on_threads_out_is_what_every_method_begins_from(pheme, tmp_path):
 def test_theta_1_is_there_for_who_comes_later(ran, amazon, encoder, monkeypatch):
     folder, found, _ = ran
     kept = list((folder / runner.SOURCE_MODELS).glob("*/*/*/*/*"))
-    assert len(kept) == 2 and all((place / "run.json").is_file() for place in kept)
+    assert len(kept) == 3 and all((place / "run.json").is_file() for place in kept), "with labels, In+Out has its own"
     begun = []
     monkeypatch.setattr(search, "adapt", lambda *given, **options: begun.append(options["method"]) or adapt(*given, **options))
     later = planned(encoder, ["dann"])

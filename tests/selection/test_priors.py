@@ -91,10 +91,12 @@ def test_shares_of_the_labeled_target_texts():
     assert found[2] == pytest.approx(priors.SMALLEST_SHARE / (1 + priors.SMALLEST_SHARE - 0.5 / 101.5), rel=1e-6)
 
 
-@pytest.mark.parametrize("labels", [[], [0] * 15 + [1] * 5, [0] * 300])
+@pytest.mark.parametrize("labels", [[0], [0] * 15 + [1] * 5, [0] * 300])
 def test_automatic_shares_go_from_even_ones_to_the_labeled_ones(labels):
     nothing = np.zeros((0, 2)), np.zeros(0, dtype=int), np.zeros((0, 2))
-    found = priors.assumed_shares("auto", np.array([0.9, 0.1]), *nothing, np.array(labels) if labels else None)
+    for absent in (None, np.zeros(0, dtype=int)):
+        assert priors.assumed_shares("auto", np.array([0.9, 0.1]), *nothing, absent) is None
+    found = priors.assumed_shares("auto", np.array([0.9, 0.1]), *nothing, np.array(labels))
     literal = labels + [0, 1] * (priors.EVEN_LABELS // 2)
     assert found == pytest.approx([literal.count(0) / len(literal), literal.count(1) / len(literal)])
 

@@ -15,24 +15,22 @@ class Alignment:
         The assumed shares of the classes ``[K]``. Without them the logits are returned as they are.
     momentum : float, default 0.9
         How slowly the bias follows the predictions.
-    strength : float, default 1.0
-        The part of the bias that is added: with less than 1 the labels go only a part of the way to the assumed shares.
     """
 
-    def __init__(self, shares: Tensor | None = None, momentum: float = 0.9, strength: float = 1.0) -> None:
-        self.shares, self.momentum, self.strength = shares, momentum, strength
+    def __init__(self, shares: Tensor | None = None, momentum: float = 0.9) -> None:
+        self.shares, self.momentum = shares, momentum
         self.bias: Tensor | None = None if shares is None else torch.zeros_like(shares)
         self.started = False
 
     @torch.no_grad()
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the logits plus `strength` of the bias that gives the predictions so far the shares, then update the bias."""
+        """Return the logits plus the bias that gives the predictions so far the assumed shares, then update the bias."""
         if self.shares is None or self.bias is None:
             return logits
         if not self.started:  # the bias is fitted to the first batch
             self.bias.copy_(_fit_bias(self.bias, logits, self.shares, step=1.0, iterations=50))
             self.started = True
-        aligned = logits + self.strength * self.bias
+        aligned = logits + self.bias
         # In place: a captured step knows the address of the bias.
         self.bias.copy_(_fit_bias(self.bias, logits, self.shares, step=1 - self.momentum, iterations=1))
         return aligned

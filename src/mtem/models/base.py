@@ -417,6 +417,11 @@ class Model(nn.Module, abc.ABC):
         """The device of the parameters."""
         return next(self.parameters()).device
 
+    @property
+    def prior_without_labels(self) -> str:
+        """What the setting `target_class_prior=auto` stands for where no target example is labeled."""
+        return "none"
+
     # ------------------------------------------------------------------ masked words
 
     def pretraining_obstacle(self) -> str | None:

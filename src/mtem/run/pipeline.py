@@ -341,6 +341,8 @@ class Run:
     def find_prior(self) -> priors.TargetPrior:
         """Return the class shares assumed by the setting `target_class_prior`, estimated with the source model if needed."""
         setting = self.settings.target_class_prior
+        if setting == "auto" and not len(self.inputs.target_labeled_labels):
+            setting = self.model.prior_without_labels
         if setting == "none":
             return priors.TargetPrior()
         outputs = self.candidates.outputs(self.inputs.held_out_rows)
@@ -348,8 +350,7 @@ class Run:
             setting, self.inputs.class_shares, outputs.source_logits, outputs.source_labels, outputs.target_logits,
             self.inputs.target_labeled_labels,
         )  # fmt: skip
-        strength = priors.HALFWAY if setting == "halfway" else 1.0
-        return priors.TargetPrior.from_shares(shares, self.model.device, strength)
+        return priors.TargetPrior.from_shares(shares, self.model.device)
 
     def correct_prior(self, outputs: CandidateOutputs) -> tuple[dict[str, Any] | None, CandidateOutputs]:
         """Add the biases with which the mean prediction on the target has the assumed shares; return record and new outputs."""

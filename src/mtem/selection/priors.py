@@ -10,8 +10,9 @@ the predictions drift towards the frequent class with every step. Two remedies n
 
 :math:`\pi` may be uniform, the source's, that of the labeled target texts, or estimated by expectation-maximisation
 (Saerens et al. 2002) on probabilities whose temperature and biases were fitted on held-out source texts. The estimate assumes
-that the texts of a class are similar in both domains and only the shares differ. Otherwise `uniform` is the safer choice, and
-`auto` goes from there to the shares of the labeled target texts the more of these there are: it adds `EVEN_LABELS` evenly.
+that the texts of a class are similar in both domains and only the shares differ. Even shares help where they are about right
+and harm where a class is rare, so `auto` assumes something only where labeled target texts show it: their shares, with
+`EVEN_LABELS` labels of even shares added.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from mtem.methods.alignment import Alignment
 if TYPE_CHECKING:
     from mtem.selection.criteria import CandidateOutputs
 
-KINDS = ("none", "auto", "halfway", "uniform", "source", "estimated", "labeled")
-HALFWAY = 0.5  # the part of the bias towards even shares that "halfway" adds; chosen on source events (docs/recipe.md)
+KINDS = ("none", "auto", "uniform", "source", "estimated", "labeled")
 EVEN_LABELS = 30  # which "auto" adds to the labeled target texts; chosen on events held out of the sources (docs/pheme.md)
 SMALLEST_SHARE = 0.01  # no class is assumed to be rarer: its bias would be unbounded
 
@@ -91,7 +91,7 @@ def assumed_shares(
     target_logits: np.ndarray,
     target_labels: np.ndarray | None = None,
 ) -> np.ndarray | None:
-    """Return the class shares that a value of the setting `target_class_prior` stands for; None for "none".
+    """Return the class shares that a value of the setting `target_class_prior` stands for; None if it assumes none.
 
     Parameters
     ----------
@@ -104,10 +104,10 @@ def assumed_shares(
     target_labels
         Class numbers of the labeled target texts.
     """
-    if kind == "none":
-        return None
     known = np.zeros(0) if target_labels is None else target_labels
-    if kind in ("uniform", "halfway"):
+    if kind == "none" or (kind == "auto" and not len(known)):
+        return None
+    if kind == "uniform":
         return np.full(len(source_shares), 1 / len(source_shares))
     if kind in ("auto", "labeled"):
         classes = len(source_shares)
@@ -155,11 +155,11 @@ class TargetPrior:
         self.alignment = alignment or Alignment()
 
     @classmethod
-    def from_shares(cls, shares: np.ndarray | None, device: torch.device, strength: float = 1.0) -> TargetPrior:
-        """Assume these shares, [K], and go `strength` of the way to them; None: assume nothing."""
+    def from_shares(cls, shares: np.ndarray | None, device: torch.device) -> TargetPrior:
+        """Assume these shares, [K]; None: assume nothing."""
         if shares is None:
             return cls()
-        return cls(Alignment(torch.tensor(shares, dtype=torch.float32, device=device), strength=strength))
+        return cls(Alignment(torch.tensor(shares, dtype=torch.float32, device=device)))
 
     @property
     def shares(self) -> np.ndarray | None:
@@ -170,7 +170,7 @@ class TargetPrior:
         """Return the correction for a model with these logits on the target."""
         if self.shares is None:
             raise ValueError("no class shares are assumed")
-        return self.alignment.strength * correction(target_logits, self.shares)
+        return correction(target_logits, self.shares)
 
     def corrected(self, outputs: CandidateOutputs) -> CandidateOutputs:
         """Return the outputs of the corrected model; source texts are weighted as if their classes had the assumed shares."""

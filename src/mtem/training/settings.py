@@ -98,7 +98,8 @@ class TrainingSettings:
         "none",
         "class shares assumed of the target: pseudo labels are aligned with them, and at the end each class gets the bias that "
         "brings the predictions to these shares. labeled: those of the labeled target texts. auto: these with 30 labels of even "
-        "shares added, so uniform without any. estimated: from the unlabeled texts, if only the shares differ from the source's",
+        "shares added; without such texts nothing (bigcn on words: uniform). estimated: from the unlabeled texts, if only the "
+        "shares differ from the source's",
         choices=priors.KINDS,
     )
     balance_target: bool = setting(

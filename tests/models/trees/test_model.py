@@ -775,13 +775,21 @@ def test_features_are_for_threads_alone_and_settings_are_listed(files, encoder, 
     assert code == 0 and "drop_edge" in out and "source_epochs = " in out
 
 
-def test_even_shares_are_assumed_unless_the_paper_is_asked_for(tmp_path):
-    given = {"model": "bigcn", "steps": 1, "source_epochs": 0.1, "vocabulary": 30}
+def test_over_words_even_shares_are_assumed_unless_the_paper_is_asked_for(tmp_path):
+    given = {"model": "bigcn", "features": "tfidf", "steps": 1, "source_epochs": 0.1, "vocabulary": 30}
     rows = [(f"good{i} word{i}", "yes") if i % 2 else (f"bad{i} word{i}", "no") for i in range(40)]
     source, target = tuple(map(list, zip(*rows, strict=True))), [f"word{i} good{i} bad{i}" for i in range(20)]
     assert mtem.adapt(source, target, **given).record["target_class_prior"]["shares"] == {"no": 0.5, "yes": 0.5}
     assert mtem.adapt(source, target, preset="paper", **given).record["target_class_prior"] is None
     assert mtem.adapt(source, target, target_class_prior="none", **given).record["target_class_prior"] is None
+
+
+def test_over_an_encoder_shares_are_assumed_only_where_labels_show_them(files, encoder, tmp_path):
+    given = {"features": "encoder", "encoder": str(encoder), "max_length": 32, "method": "source-only"}
+    assert adapt(files, **given).record["target_class_prior"] is None
+    few = write_threads(tmp_path / "few.jsonl", make_threads(12, 7))
+    assumed = adapt(files, target_labeled=str(few), **given).record["target_class_prior"]
+    assert assumed["kind"] == "auto" and sum(assumed["shares"].values()) == pytest.approx(1)
 
 
 def test_an_encoder_given_threads_warns_that_it_reads_the_first_posts(files, encoder, caplog):

@@ -153,9 +153,8 @@ class BigcnModel(Model):
     model_type = "mtem-bigcn"
     Settings = BigcnSettings
     # `source_epochs` was chosen by accuracy and loss on held-out source threads of PHEME. An event has few threads, each of them
-    # cheap, so there is time for many passes. Events differ in their share of rumours, and self-training
-    # suppresses the rarer class unless class shares are assumed; without labeled target threads, equal ones were best on events
-    # held out of the sources (docs/pheme.md). Read by an encoder, rumours are found much better than by words.
+    # cheap, so there is time for many passes. Read by an encoder, rumours are found much better than by words. Events differ in
+    # their share of rumours; which shares to assume was found on events held out of the sources (docs/pheme.md).
     defaults: ClassVar[dict[str, Any]] = {
         "max_length": 256, "source_epochs": 4.0, "epochs": 24.0, "target_class_prior": "auto", "features": "encoder",
     }  # fmt: skip
@@ -509,6 +508,11 @@ class BigcnModel(Model):
             A CPU generator, for all random draws.
         """
         return views.augment(inputs, kind, share, generator)
+
+    @property
+    def prior_without_labels(self) -> str:
+        """Even shares for words, with which self-training loses the rarer class; with an encoder it does not."""
+        return "none" if isinstance(self.features, Embeddings) else "uniform"
 
     # ------------------------------------------------------------------ masked words, for the encoder of the posts
 
