@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtem_paper import protocol, twins
-from mtem_paper.cells import PROTOCOL
+from mtem_paper.cells import PROTOCOL, SEMI_SUPERVISED
 from mtem_paper.formatting import blank_repeats, digits, table
 from mtem_paper.protocol import DATASETS, SETTINGS, VARIANTS
 from mtem_paper.statistics import Cell
@@ -62,8 +62,10 @@ def source_models(cells: Sequence[Cell]) -> str:
         by_method: dict[tuple[Any, ...], dict[str, list[float]]] = {}
         for cell in fair:
             if (cell["dataset"], cell["model"]) == (dataset, model):
-                own = cell["settings"].get("target_class_prior"), cell["settings"].get("pretrain_epochs") or 0.0
-                condition = cell["pool"], cell["setting"], *own
+                settings = cell["settings"]
+                own = settings.get("target_class_prior"), settings.get("pretrain_epochs") or 0.0
+                labeled = settings.get("target_labeled_share") if cell["setting"] == SEMI_SUPERVISED else None
+                condition = cell["pool"], cell["setting"], labeled, *own
                 by_group.setdefault((*condition, cell["target"], cell["seed"]), set()).add(cell["source_score"])
                 by_method.setdefault(condition, {}).setdefault(cell["variant"], []).append(cell["source_score"])
         apart = [max(scores) - min(scores) for scores in by_group.values() if len(scores) > 1]
