@@ -18,8 +18,8 @@ Choices: TypeAlias = Mapping[tuple[str, str, bool], Mapping[str, Any]]  # by tar
 def choices(results: Path, dataset: str, model: str) -> Choices:
     """Return the settings that rehearsals choose, by target, method and whether no class shares may be assumed.
 
-    Rows say whether they assume class shares, so a trial chooses only for rows that assume what it did. What to assume is told by
-    comparing them (docs/recipe.md).
+    Rows say whether they assume class shares, so a trial chooses only for rows that assume what it did; trials with a rarer class,
+    which are there to compare assumptions, choose nothing. What to assume is told by comparing them (docs/recipe.md).
 
     Of each target and method, only configurations that were tried on all of its sources are compared. Trials under earlier rules
     choose nothing. What was not rehearsed with this model comes from the one that the plan names for it, if it names one.
@@ -42,9 +42,9 @@ def _own_choices(results: Path, dataset: str, model: str) -> Choices:
     found: dict[tuple[str, str, bool], dict[str, Any]] = {}
     for (target, method), own in curves.items():
         for uncorrected in (False, True):
-            allowed = [curve for curve in own if (curve.configuration.prior == "none") is uncorrected]
+            allowed = [curve for curve in own if not curve.rare and (curve.configuration.prior == "none") is uncorrected]
             if not uncorrected and not allowed:  # nobody assumes any
-                allowed = own
+                allowed = [curve for curve in own if not curve.rare]
             compared = complete(allowed, len(DATASETS[dataset].domains) - 1)
             if compared:
                 found[target, method, uncorrected] = settings_from(choose(compared), passes[target, method])
