@@ -18,8 +18,8 @@ Choices: TypeAlias = Mapping[tuple[str, str, bool], Mapping[str, Any]]  # by tar
 def choices(results: Path, dataset: str, model: str) -> Choices:
     """Return the settings that rehearsals choose, by target, method and whether no class shares may be assumed.
 
-    Rows say whether they assume class shares, so a trial chooses only for rows that assume what it did; trials with a rarer class,
-    which are there to compare assumptions, choose nothing. What to assume is told by comparing them (docs/recipe.md).
+    Rows say whether they assume class shares, so a trial chooses only for rows that assume what it did. Trials with a rarer class
+    are there to compare assumptions (docs/recipe.md), and choose nothing here.
 
     Of each target and method, only configurations that were tried on all of its sources are compared. Trials under earlier rules
     choose nothing. What was not rehearsed with this model comes from the one that the plan names for it, if it names one.

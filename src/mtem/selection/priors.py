@@ -11,8 +11,8 @@ the predictions drift towards the frequent class with every step. Two remedies n
 :math:`\pi` may be uniform, the source's, that of the labeled target texts, or estimated by expectation-maximisation
 (Saerens et al. 2002) on probabilities whose temperature and biases were fitted on held-out source texts. The estimate assumes
 that the texts of a class are similar in both domains and only the shares differ. Even shares help where they are about right
-and harm where a class is rare, so `auto` assumes something only where labeled target texts show it: their shares, with
-`EVEN_LABELS` labels of even shares added.
+and harm where a class is rare. So `auto` takes the shares of the labeled target texts, with `EVEN_LABELS` labels of even shares
+added, and where there are none the model says what to assume (`Model.prior_without_labels`), most often nothing.
 """
 
 from __future__ import annotations
