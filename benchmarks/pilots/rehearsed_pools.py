@@ -78,7 +78,9 @@ def main() -> None:
     test = load_corpus(division.test, labeled=False, name="test")
     about = {name: getattr(args, name) for name in ("target", "domain", "pool", "texts", "labeled", "set", "seed")}
     done = {(row["rule"], *(row[name] for name in ("target", "domain", "pool", "seed")), *row["set"]) for row in read(args.out)}
-    path = args.work / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+    # A source model that is not pretrained knows no unlabeled text, so the pools share it.
+    known = {name: about[name] for name in ("target", "domain", "labeled", "set", "seed")}
+    path = args.work / hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
     if (path / "run.json").is_file():
         theta = mtem.load(path)
     else:
