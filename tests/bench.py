@@ -16,7 +16,7 @@ from tests.conftest import make_texts
 
 CLASSES = ["bad", "good"]
 SOURCE, TARGET, TARGET_LABELED, SIZE = 40, 30, 6, 8  # numbers of source, target and labeled target texts, and of a batch
-RECIPE = {"ema_decay": 0.0, "view": "mixed", "view_strength": 0.3}  # of the run, for all methods
+RECIPE = {"ema_decay": 0.0, "view": "mixed", "view_strength": 0.3, "view_radius": 0.0}  # of the run, for all methods
 
 
 class Bench:

@@ -23,6 +23,7 @@ COMMON = {
 MTEM = {"method": "mtem", "preset": "learned", "index_step": "rms", "threshold": 0.0, "virtual_learning_rate": 0.5}
 THREADS = {"model": "bigcn", "features": "tfidf", "graph_dropout": 0.0, "drop_edge": 0.0, "head_dropout": 0.0}
 CASES = {
+    "perturbed": {"method": "fixmatch", "threshold": 0.5, "view_radius": 0.1},
     "layerwise": {**MTEM, "engine": "layerwise"},
     "forward": {**MTEM, "engine": "forward"},
     "taylor": {**MTEM, "engine": "taylor", "taylor_step": 0.1},

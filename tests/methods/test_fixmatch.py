@@ -55,18 +55,37 @@ def spied(monkeypatch, bench):
     return seen
 
 
+def moved(ours, view, target, radius):
+    """The view with its embeddings moved against its labels, one text at a time; directions by plain autograd."""
+    model = ours.model.eval()
+    view = model.prepare(view)
+    start = model.input_embeddings(view)
+    labels, rows = model(target.inputs).argmax(dim=1), []
+    for text, label in enumerate(labels.tolist()):
+        noise = torch.zeros_like(start, requires_grad=True)
+        loss = -torch.log(reference.probabilities(model(model.with_noise(view, noise))[text])[label])
+        direction = torch.autograd.grad(loss, noise)[0][text] * view["attention_mask"][text].unsqueeze(-1)
+        size = (start[text] * view["attention_mask"][text].unsqueeze(-1)).norm()
+        rows.append(radius * size * direction / direction.norm())
+    return model.with_noise(view, torch.stack(rows).detach())
+
+
 @pytest.mark.parametrize(
-    ("classes", "frozen", "strong", "weak"),
-    [(2, 0, "mixed", "plain"), (3, 0, "mask", "dropout"), (2, 1, "mixed", "plain"), (2, 1, "mask", "plain")],
-)
-def test_trajectory_is_the_formula(encoder, classes, frozen, strong, weak):
-    ours = prepared(encoder, 0.75, classes, frozen=frozen, view=strong, weak=weak, weight=0.7)
+    ("classes", "frozen", "strong", "weak", "radius"),
+    [
+        (2, 0, "mixed", "plain", 0.0), (3, 0, "mask", "dropout", 0.0), (2, 1, "mixed", "plain", 0.0),
+        (2, 1, "mask", "plain", 0.0), (3, 0, "mixed", "plain", 0.2), (2, 1, "mask", "plain", 0.2),
+    ],
+)  # fmt: skip
+def test_trajectory_is_the_formula(encoder, classes, frozen, strong, weak, radius):
+    ours = prepared(encoder, 0.75, classes, frozen=frozen, view=strong, weak=weak, weight=0.7, view_radius=radius)
     theta, shares = ours.weights(), []
     for number in range(5):
         source, target = ours.batches()
         drawn = torch.Generator()
         drawn.set_state(ours.context.generator.get_state())
         view = ours.model.augment(ours.model.prepare(target.inputs), strong, 0.3, drawn)
+        view = moved(ours, view, target, radius) if radius else view
         theta = reference.step(
             lambda params, inputs: functional(ours.model.eval(), params, inputs),
             theta, source.inputs, source.labels, target.inputs, view, ours.method.settings.threshold, 0.7, ours.rate,
@@ -200,3 +219,15 @@ def test_a_run_with_labeled_target_texts_and_the_papers_preset(tiny, tmp_path):
     record = mtem.adapt(**tiny, method="fixmatch", preset="paper", target_labeled=str(target_labeled)).record
     assert record["texts"]["target_labeled"] == 6
     assert {"threshold": 0.95, "weight": 1.0, "weak": "dropout"}.items() <= record["settings"].items()
+
+
+def test_a_perturbed_view_is_harder_than_the_view(encoder):
+    bench = prepared(encoder, view_radius=0.1)
+    view = bench.model.prepare(bench.target_batch(np.arange(30)).inputs)
+    with torch.no_grad():
+        labels = bench.model.eval()(view).argmax(dim=1)
+    views = view, bench.method.perturbed_view(view, labels)
+    plain, harder = (F.cross_entropy(bench.model(inputs), labels, reduction="none") for inputs in views)
+    assert (harder > plain).all()
+    bench.context.view_radius = 0.0
+    assert bench.method.perturbed_view(view, labels) is view

@@ -137,9 +137,9 @@ def test_without_meta_learning_every_index_stays(encoder):
     assert any(not torch.equal(before[name], value) for name, value in ours.weights().items())
 
 
-@pytest.mark.parametrize("engine", ["layerwise", "forward"])
-def test_with_an_index_of_1_and_the_likeliest_labels_it_is_fixmatch(encoder, engine):
-    common = {"threshold": 0.6, "dropout": False, "view": "mixed", "view_strength": 0.3, "ema_decay": 0.9}
+@pytest.mark.parametrize(("engine", "radius"), [("layerwise", 0.0), ("forward", 0.0), ("layerwise", 0.1)])
+def test_with_an_index_of_1_and_the_likeliest_labels_it_is_fixmatch(encoder, engine, radius):
+    common = {"threshold": 0.6, "dropout": False, "view": "mixed", "view_strength": 0.3, "view_radius": radius, "ema_decay": 0.9}
     fixed = {"meta": False, "sampling": False, "index_initial": 1.0, "index_low": 1.0, "engine": engine}
     ours, theirs = Bench(Mtem, encoder, 5e-3, **common, **fixed), Bench(FixMatch, encoder, 5e-3, **common)
     shares = []

@@ -33,6 +33,7 @@ CASES += [("mtem", {"virtual_step": False, "index_schedule": "assumption-2"}), (
 CASES += [("mtem", {"optimizer": "sgd", "annealing": False, "index_step": "rms"})]
 CASES += [("mtem", {"index_mode": "shared", "threshold": 0.5})]
 CASES += [("mtem", {"outer": True, "index_mode": mode}) for mode in ("per-text", "shared")]
+CASES += [(name, {"view_radius": 0.1}) for name in ("mtem", "fixmatch", "cst")]
 CASES += [(name, {}) for name in methods.METHODS if name != "mtem"]
 STEPS = 9
 

@@ -101,6 +101,7 @@ class Context:
     ema_decay: float = 0.0
     view: str = "dropout"
     view_strength: float = 0.0
+    view_radius: float = 0.0
 
     def is_target_labeled(self, rows: Tensor) -> Tensor:
         """Return which rows of a source batch are labeled target examples, bool ``[N]``."""
@@ -231,6 +232,22 @@ class Method(abc.ABC):
         if not self.context.view_strength:
             return inputs
         return self.model.augment(inputs, self.context.view, self.context.view_strength, self.context.generator)
+
+    def perturbed_view(self, inputs: Inputs, labels: Tensor) -> Inputs:
+        """Return a view with noise in its embeddings, if the run has any: of the norm `view_radius`, against the labels.
+
+        Parameters
+        ----------
+        inputs : mapping of str to Tensor
+            A prepared batch, such as `student_view` returns.
+        labels : Tensor
+            The labels that are to be learned in it, ``[N]``.
+        """
+        if not self.context.view_radius:
+            return inputs
+        with without_dropout(self.model):
+            noise = self.model.noise_gradient(inputs, lambda logits, _: F.cross_entropy(logits, labels, reduction="sum"))
+        return self.model.with_noise(inputs, self.model.rescaled_noise(inputs, noise, self.context.view_radius))
 
     @torch.no_grad()
     def update_average(self) -> None:

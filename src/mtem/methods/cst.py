@@ -92,6 +92,9 @@ class Cst(Method):
         plain = self.model.prepare(target.inputs)
         strong = self.model.prepare(self.student_view(plain))
         teacher = self.teacher_logits(plain) if self.average else None
+        if self.context.view_radius:
+            found = self.teacher_logits(plain) if teacher is None else teacher
+            strong = self.perturbed_view(strong, self.context.align(found).argmax(dim=1))
 
         self.model.train()
         loss, log = self.loss(source, plain, strong, teacher)

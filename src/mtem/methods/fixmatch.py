@@ -58,7 +58,7 @@ class FixMatch(Method):
         """Label the weak views, then take one step on the labeled texts and the strong views."""
         settings = self.settings
         plain = self.model.prepare(target.inputs)
-        strong = self.student_view(plain)
+        strong = self.model.prepare(self.student_view(plain))
         if settings.weak == "dropout":
             self.model.train()
             with torch.no_grad():
@@ -67,6 +67,7 @@ class FixMatch(Method):
             weak_logits = self.teacher_logits(plain)
         labels, confident = confident_labels(self.context.align(weak_logits), settings.threshold)
 
+        strong = self.perturbed_view(strong, labels)
         self.model.train()
         source_loss = self.cross_entropy(self.model(source.inputs), source.require_labels())
         consistency_loss = masked_cross_entropy(self.model(strong), labels, confident)

@@ -241,9 +241,12 @@ class Mtem(Method):
         temperature = by_step(self.temperature, number, self.model.device)
         log: StepLog = {"temperature": temperature} if settings.sampling else {}
         # Without average, mask and dropout the recorded pass itself gives the logits for the pseudo labels.
-        labels_from_recording = not (self.average or self.context.view_strength or settings.dropout or self.shared)
+        changed = self.context.view_strength or self.context.view_radius
+        labels_from_recording = not (self.average or changed or settings.dropout or self.shared)
         pseudo = None if labels_from_recording and self.recorder else self.pseudo_labels(target, temperature)
         inputs = self.model.prepare(self.student_view(target.inputs))
+        if pseudo is not None:
+            inputs = self.perturbed_view(inputs, pseudo.labels)
         if self.shared is not None and settings.meta:  # else the rule stays as it is, the same for all
             assert pseudo is not None
             self._describe(self.shared, inputs, pseudo, target.rows, source)
