@@ -74,7 +74,7 @@ class TrainingSettings:
     view_radius: float = setting(
         0.0,
         "norm of a perturbation of the view's embeddings, relative to theirs, in the direction that speaks most against the "
-        "pseudo label; 0.005 suits encoders of which all layers are trained and takes half as long again; 0: none",
+        "pseudo label; 0.005 suits encoders of which all layers are trained and takes about a fifth longer; 0: none",
         low=0.0,
         high=1.0,
     )
