@@ -49,6 +49,7 @@ CASES = {
     "wind": {"method": "wind", "labeled": True, "class_weights": "balanced"},
     "threads": {**MTEM, "index_mode": "shared", **THREADS},
     "biat over threads": {"method": "biat", **THREADS},
+    "perturbed over threads": {**MTEM, "view_radius": 0.1, **THREADS},
     "wind taylor": {"method": "wind", "labeled": True, "engine": "taylor", "taylor_step": 0.1, "weight_step": "norm"},
 }
 
