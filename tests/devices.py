@@ -7,7 +7,7 @@ from mtem.models.trees.model import BigcnModel
 class Encoder:
     """An encoder of texts."""
 
-    threads, defaults = False, Model.defaults
+    threads, defaults, prior_without_labels, default_view_radius = False, Model.defaults, "none", 0.0
 
     def __init__(self, device, frozen_layers=0, hidden_width=384, obstacle=None):
         self.device, self.frozen_layers, self.hidden_width, self.obstacle = device, frozen_layers, hidden_width, obstacle
@@ -22,7 +22,7 @@ class Encoder:
 class Threads(Encoder):
     """A model of threads, which has no hidden states."""
 
-    threads, defaults = True, BigcnModel.defaults
+    threads, defaults, default_view_radius = True, BigcnModel.defaults, 0.2
 
     @property
     def hidden_width(self):

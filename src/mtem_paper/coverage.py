@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtem_paper import protocol, twins
-from mtem_paper.cells import PROTOCOL, SEMI_SUPERVISED
+from mtem_paper.cells import SEMI_SUPERVISED, is_current
 from mtem_paper.formatting import blank_repeats, digits, table
 from mtem_paper.protocol import DATASETS, SETTINGS, VARIANTS
 from mtem_paper.statistics import Cell
@@ -89,9 +89,9 @@ def earlier_rules(cells: Sequence[Cell], current: Sequence[Cell]) -> str:
     rows = []
     for place in places(cells):
         shown = at(cells, place)
-        old = [cell for cell in shown if cell["protocol"] != PROTOCOL]
+        old = [cell for cell in shown if not is_current(cell)]
         if old:
-            rerun = [cell for cell in at(current, place) if cell["protocol"] == PROTOCOL]
+            rerun = [cell for cell in at(current, place) if is_current(cell)]
             rows.append([place.title, str(len(shown)), str(len(old)), str(len(rerun))])
     header = ["where", "runs shown", "of earlier rules", "run again so far"]
     return table(header, rows) if rows else "None.\n"
@@ -104,9 +104,9 @@ def so_far(cells: Sequence[Cell], current: Sequence[Cell]) -> str:
     """
     rows = []
     for place in places(current):
-        if any(cell["protocol"] == PROTOCOL for cell in at(cells, place)):
+        if all(map(is_current, at(cells, place))):
             continue  # the tables show them
-        new = [cell for cell in at(current, place) if cell["protocol"] == PROTOCOL]
+        new = [cell for cell in at(current, place) if is_current(cell)]
         targets = DATASETS[place.dataset].targets
         for variant in (name for name in VARIANTS if any(cell["variant"] == name for cell in new)):
             by_seed: dict[int, dict[str, float]] = {}

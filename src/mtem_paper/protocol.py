@@ -16,7 +16,7 @@ from typing import Any
 from mtem import methods, settings
 from mtem.errors import RequestError
 from mtem.run.adapt import find_settings
-from mtem_paper.cells import SEMI_SUPERVISED, Cell
+from mtem_paper.cells import AS_IS, SEMI_SUPERVISED, WITHOUT_PERTURBATION, Cell, view_radius
 
 UNSUPERVISED = "unsupervised"
 SETTINGS = (UNSUPERVISED, SEMI_SUPERVISED)
@@ -25,7 +25,7 @@ FACTORS = (1.0, 2.5)  # the search: learning rates of the adaptation, relative t
 FREE = ("device", "log_every", "checkpoint_seconds", "left_out_models", "calibrate", "learning_rate", "seed")
 # Settings that are younger than some cells, with the value at which those cells are what they were: it moves no cell.
 # Rows that assume class shares had even ones by default before these were given to them.
-BEFORE: dict[str, Any] = {"neighbours": 0, "target_class_prior": "uniform"}
+BEFORE: dict[str, Any] = {"neighbours": 0, "target_class_prior": "uniform", "view_radius": 0.0}
 OF_SOURCE_MODEL = ("target_class_prior",)  # settings of a pool or a setting that Out has too
 
 # Whose rehearsals choose for methods without any. On encoders MTEM with the recommended preset is FixMatch, so the second one
@@ -133,7 +133,7 @@ class Dataset:
 
 # Rows of threads: with even class shares assumed, without, and those that only the first networks have.
 _ASSUMED = ("out", "fixmatch", "cst", "biat", "mtem", "mtem-learned")
-_AS_IS = ("out-as-is", "fixmatch-as-is", "cst-as-is", "biat-as-is", "mtem-as-is")
+_AS_IS = tuple(f"{name}{AS_IS}" for name in ("out", "fixmatch", "cst", "biat", "mtem"))
 _OTHERS = ("out-as-is", "mtem-as-is", "dann", "mme", "wind", "mtem-paper", "oracle", "oracle-as-is")
 
 
@@ -156,7 +156,7 @@ DATASETS: dict[str, Dataset] = {
         default_model="minilm",
         given={"frozen_layers": 0, "max_length": 512},
         adaptation={"epochs": 12.0, "learning_rate": 5e-5},
-        of_pools={"natural": {"balance_target": True}},
+        of_pools={"natural": {"balance_target": True}},  # by rehearsal
         # The share by rehearsal. Without left-out models, which would take as long as the adaptation: estimates have no interval.
         of_settings={SEMI_SUPERVISED: {"target_labeled_share": 0.1, "left_out_models": 0}},
         seeds=(0, 1, 2),
@@ -296,6 +296,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "mtem-without-average": Variant("mtem", "w/o averaged weights", (ABLATION,), given={"ema_decay": 0.0}),
     "mtem-without-view": Variant("mtem", "w/o changed view", (ABLATION,), given={"view": "dropout"}),
+    WITHOUT_PERTURBATION: Variant(
+        "mtem", "w/o perturbed view", (ABLATION,), given={"view_radius": 0.0}, datasets=("amazon",)
+    ),
     "mtem-without-meta": Variant("mtem", "w/o M: one index", (ABLATION,), LEARNED, {"meta": False}),
     "mtem-without-annealing": Variant("mtem", "w/o A: no annealing", (ABLATION,), LEARNED, {"annealing": False}),
     "mtem-without-sampling": Variant("mtem", "w/o S: no sampling", (ABLATION,), LEARNED, {"sampling": False}),
@@ -480,12 +483,14 @@ def plan(
 
 
 def in_place(cell: Cell) -> Cell:
-    """Return the cell with the settings of its pool and of its setting, where its variant has no own."""
+    """Return the cell with the settings of its pool and of its setting, and its radius, where its variant has no own."""
     about = DATASETS[cell.dataset]
     given = {**about.of_pools.get(cell.pool, {}), **about.of_settings.get(cell.setting, {})}
     own = {**find(cell.variant if cell.variant in VARIANTS else cell.method).given, **cell.overrides}
     names = OF_SOURCE_MODEL if cell.method == "source-only" else tuple(given)
     new = {name: given[name] for name in names if name in given and name not in own and cell.preset != PAPER}
+    if "view_radius" not in own:
+        new["view_radius"] = view_radius(dataclasses.asdict(cell))  # the default depends on the device
     changed = {name: value for name, value in new.items() if name not in FREE and (name not in BEFORE or value != BEFORE[name])}
     return dataclasses.replace(cell, given={**cell.given, **new}, changed={**cell.changed, **changed})
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from mtem.methods.fixmatch import FixMatchSettings
-from mtem_paper.cells import PROTOCOL
+from mtem_paper.cells import PERTURBED, PROTOCOL
 from mtem_paper.protocol import DATASETS
 
 TWINS = {"mtem": "fixmatch", "fixmatch": "mtem"}
@@ -40,7 +40,11 @@ def fill(cells: Sequence[dict[str, Any]], to: Collection[str] = ("mtem",)) -> li
 def is_both(cell: dict[str, Any]) -> bool:
     """Return whether a run of one of the two methods is the other as well."""
     settings, usual = cell["settings"], FixMatchSettings()
-    if DATASETS[cell["dataset"]].threads or cell["protocol"] != PROTOCOL or settings.get("threshold") != usual.threshold:
+    if (
+        DATASETS[cell["dataset"]].threads
+        or cell["protocol"] not in (PROTOCOL, PERTURBED)
+        or settings.get("threshold") != usual.threshold
+    ):
         return False
     if cell["variant"] == "fixmatch":
         return (settings["weak"], settings["weight"]) == (usual.weak, usual.weight)

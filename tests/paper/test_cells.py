@@ -44,10 +44,39 @@ def test_places_show_the_earlier_rules_until_their_main_rows_or_as_much_was_run_
     assert coverage.earlier_rules(found.cells, found.current) == "None.\n"
 
 
+def test_perturbed_views_are_shown_when_the_main_rows_have_them(tmp_path):
+    """Under number 5 the rows without labels in a view are those of number 4."""
+    from tests.made_up import make_cell
+
+    def result(number, variant, seed):
+        path = tmp_path / f"cells/amazon/minilm/unsupervised/mixed/{variant}-{seed}-{number}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(make_cell(variant, "books", seed, protocol=number)))
+
+    def shown():
+        return sorted((cell["variant"], cell["seed"], cell["protocol"]) for cell in cells.read(tmp_path).cells)
+
+    before = [("biat", 0, 4), ("cst", 0, 4), ("mtem", 0, 4), ("mtem", 1, 4), ("out", 0, 4), ("out", 1, 4)]
+    for variant, seed, number in before:
+        result(number, variant, seed)
+    result(5, "mtem", 0)
+    assert shown() == before
+    found = cells.read(tmp_path)
+    assert "| Amazon, minilm, mixed pool, unsupervised | 6 | 3 | 4 |" in coverage.earlier_rules(found.cells, found.current)
+    result(5, "mtem", 1)
+    result(5, "mtem-learned", 1)
+    result(4, "mtem-without-perturbation", 1)
+    today = [("biat", 0, 4), ("mtem", 0, 5), ("mtem", 1, 5), ("mtem-learned", 1, 5), ("mtem-without-perturbation", 1, 4)]
+    assert shown() == [*today, ("out", 0, 4), ("out", 1, 4)], "not the run of cst, whose view was not perturbed"
+    assert coverage.earlier_rules(cells.read(tmp_path).cells, []) == "None.\n"
+
+
 def test_what_todays_runs_say_while_the_tables_show_earlier_ones():
     def run(variant, target, seed, score, number=4):
         place = {"dataset": "amazon", "model": "minilm", "pool": "mixed", "setting": "unsupervised"}
-        return {**place, "variant": variant, "target": target, "seed": seed, "score": score, "protocol": number}
+        number = 5 if number == 4 and variant != "out" else number
+        method = {"method": variant if variant != "out" else "source-only", "preset": "recommended"}
+        return {**place, **method, "variant": variant, "target": target, "seed": seed, "score": score, "protocol": number}
 
     targets = protocol.DATASETS["amazon"].targets
     old = [run("mtem", target, seed, 0.5, 3) for target in targets for seed in range(9)]
@@ -71,13 +100,14 @@ def test_damaged_files_and_rehearsals_are_no_results(tmp_path):
         "protocol": 2,
         "oracle": False,
         "method": "mtem",
+        "preset": "recommended",
         "settings": {"target_class_prior": "uniform"},
         "finished": "2026-01-01",
         "score": 1,
     }
     path = cells.write(tmp_path, cell, result)
     cells.write(tmp_path, dataclasses.replace(cell, target="b"), {**result, "target": "b", "overrides": {"steps": "1"}})
-    cells.write(tmp_path, dataclasses.replace(cell, target="c"), {**result, "target": "c", "protocol": 5})
+    cells.write(tmp_path, dataclasses.replace(cell, target="c"), {**result, "target": "c", "protocol": 6})
     cells.write(tmp_path, dataclasses.replace(cell, factors=(9.0,)), {**result, "finished": "2025-01-01", "score": 0})
     path.with_name("half-a-0-00000000.json").write_text(path.read_text()[:40])
     path.with_name("list-a-0-00000000.json").write_text("[]")

@@ -129,9 +129,9 @@ def test_a_default_that_changes_needs_a_new_protocol(tmp_path):
     assert moved(COMMITTED) == []
     cell = next(cell for cell in committed_plan() if cell.variant == "mtem")
     ran = {**find_settings(cell.model, cell.method, cell.preset, cell.given).record(), "device": "cuda"}
-    cells.write(tmp_path, cell, {"protocol": 4, "settings": ran})
+    cells.write(tmp_path, cell, {"protocol": cell.protocol, "settings": ran})
     assert moved(tmp_path) == []
-    cells.write(tmp_path, cell, {"protocol": 4, "settings": {**ran, "warmup_ratio": 0.3}})
+    cells.write(tmp_path, cell, {"protocol": cell.protocol, "settings": {**ran, "warmup_ratio": 0.3}})
     assert moved(tmp_path) == [(cell, "warmup_ratio")]
 
 
@@ -153,19 +153,25 @@ def test_a_cell_is_the_same_on_every_device(dataset, model):
                 defaults.resolve(training, kind(torch.device(name), 0, width, obstacle), cell.preset) for name in ("cpu", "cuda")
             )
             assert one == other, cell
-            assert cell.protocol == 4 and training.frozen_layers == (0 if dataset == "amazon" or cell.preset == "paper" else None)
+            assert cell.protocol == (5 if training.view_radius else 4)
+            assert training.frozen_layers == (0 if dataset == "amazon" or cell.preset == "paper" else None)
 
 
 def test_settings_of_amazon_cells():
     def given(variant, model="minilm", **options):
         return protocol.plan(["general"], "amazon", "minilm", model, variants=[variant], seeds=[0], **options)[0].given
 
-    common = {"frozen_layers": 0, "max_length": 512, "epochs": 12.0, "learning_rate": 5e-5}
-    assert given("mtem") == given("out") == {**common, "pretrain_epochs": 24.0}
-    assert given("mtem", "other") == given("out-without-pretraining") == {**common, "pretrain_epochs": 0.0}
+    text = {"frozen_layers": 0, "max_length": 512}
+    common = {**text, "epochs": 12.0, "learning_rate": 5e-5, "view_radius": 0.0}
+    perturbed = {**common, "view_radius": 0.005}
+    assert given("mtem") == {**perturbed, "pretrain_epochs": 24.0}
+    assert given("biat") == given("out") == {**common, "pretrain_epochs": 24.0}
+    assert given("out-without-pretraining") == {**common, "pretrain_epochs": 0.0}
+    assert given("mtem", "other") == {**perturbed, "pretrain_epochs": 0.0}
     assert given("mtem", "mpnet") == given("mtem", "other") | {"source_learning_rate": 2e-5, "left_out_models": 0}
-    assert given("mtem-paper") == {"frozen_layers": 0, "max_length": 512, "pretrain_epochs": 24.0}, "passes and rate are its own"
-    assert given("mtem", overrides={"epochs": "3", "pretrain_epochs": "1"}) == {**common, "epochs": 3.0, "pretrain_epochs": 1.0}
+    assert given("mtem-paper") == {**text, "pretrain_epochs": 24.0, "view_radius": 0.0}, "passes and rate are its own"
+    own = {"epochs": "3", "pretrain_epochs": "1", "view_radius": "0.01"}
+    assert given("mtem", overrides=own) == {**common, "epochs": 3.0, "pretrain_epochs": 1.0, "view_radius": 0.01}
     rows = list(protocol.VARIANTS)
     assert rows[rows.index("out") + 1] == "out-without-pretraining"
     assert "out-without-pretraining" not in {cell.variant for cell in protocol.plan(["general"], "pheme", "bigcn", "bigcn")}
@@ -295,6 +301,28 @@ def test_the_source_model_and_mtem_are_run_first():
     for dataset, model in PLANS:
         cells = protocol.plan(["general"], dataset, model, model, seeds=[0], settings_=["unsupervised"], pools=None)
         assert [cell.variant for cell in cells[:2]] == ["out", "mtem"]
+
+
+def test_views_are_perturbed_where_rehearsals_found_it_better():
+    """Number 5 of the protocol: methods that learn labels in a view, on reviews, and on threads as they were rehearsed."""
+
+    def radii(dataset, model, variants, setting="unsupervised"):
+        given = {"variants": variants, "settings_": [setting], "seeds": [0]}
+        plan = protocol.plan(["general"], dataset, "bigcn" if dataset == "pheme" else model, model, **given)
+        assert all(cell.protocol == (5 if cell.changed.get("view_radius") else 4) for cell in plan)
+        assert all(cell.changed.get("view_radius", 0.0) == cell.given["view_radius"] for cell in plan)
+        return {cell.given["view_radius"] for cell in plan}
+
+    learners = ["mtem", "mtem-learned", "fixmatch", "cst", "mtem-without-pretraining"]
+    for setting in protocol.SETTINGS:
+        assert radii("amazon", "minilm", learners, setting) == radii("amazon", "mpnet", learners, setting) == {0.005}
+        others = ["out", "dann", "mme", "biat", "mtem-paper", "mtem-without-perturbation"]
+        assert radii("amazon", "minilm", others, setting) == {0.0}
+    as_is = [f"{name}-as-is" for name in ("mtem", "fixmatch", "cst")]
+    assert radii("pheme", "bigcn-minilm-neighbours", as_is) == {0.2}
+    assert radii("pheme", "bigcn-minilm-neighbours", as_is, "semi-supervised") == radii("pheme", "bigcn", as_is) == {0.0}
+    others = ["mtem", "fixmatch", "out-as-is", "biat-as-is", "mtem-paper"]
+    assert radii("pheme", "bigcn-minilm-neighbours", others) == {0.0}
 
 
 def test_methods_that_adapt_have_the_settings_of_their_pool():

@@ -15,7 +15,7 @@ from tests.rehearsed import SMALL, read, write_domains, write_method
 from tests.threads import make_threads, write_threads
 
 FREE = {name: value for name, value in SMALL.items() if name not in ("max_length", "epochs")}
-GPU = {"max_length": 9, "epochs": 8.0, "pretrain_epochs": 1.0}
+GPU = {"max_length": 9, "epochs": 8.0, "pretrain_epochs": 1.0, "view_radius": 0.01}
 
 
 @pytest.fixture
@@ -50,19 +50,21 @@ def resolved(methods, data, preset="recommended", **given):
 def test_on_a_cpu_a_plan_is_what_it_always_was(data):
     plan, found = resolved(("mtem", "mme"), data, frozen_layers=0)
     assert plan.epochs == 6 and plan.given == {"frozen_layers": 0}
-    assert plan.settings_of("mtem") == {"frozen_layers": 0, "max_length": 256, "pretrain_epochs": 0.0}
+    assert plan.settings_of("mtem") == {"frozen_layers": 0, "max_length": 256, "pretrain_epochs": 0.0, "view_radius": 0.0}
     assert found["mme"] == found["source-only"] == {
-        "max_length": 256, "pretrain_epochs": 0.0, "learning_rate": 2e-5, "frozen_layers": 0
+        "max_length": 256, "pretrain_epochs": 0.0, "view_radius": 0.0, "learning_rate": 2e-5, "frozen_layers": 0
     }  # fmt: skip
     assert resolved(("mtem",), data)[1]["mtem"] == {
-        "max_length": 256, "pretrain_epochs": 0.0, "learning_rate": 2e-4, "frozen_layers": 1
+        "max_length": 256, "pretrain_epochs": 0.0, "view_radius": 0.0, "learning_rate": 2e-4, "frozen_layers": 1
     }  # fmt: skip
 
 
 def test_on_a_gpu_a_plan_begins_with_its_defaults(data, as_on_a_gpu):
     plan, found = resolved(("mtem",), data, frozen_layers=0)
     assert plan.epochs == 8 and plan.training_of("source-only").pretrain_epochs == 1.0
-    assert found["mtem"] == {"max_length": 9, "pretrain_epochs": 1.0, "learning_rate": 5e-5, "frozen_layers": 0}
+    assert found["mtem"] == {
+        "max_length": 9, "pretrain_epochs": 1.0, "view_radius": 0.01, "learning_rate": 5e-5, "frozen_layers": 0
+    }  # fmt: skip
     plan, found = resolved(("mtem",), data, frozen_layers=0, epochs=3, max_length=12, pretrain_epochs=0)
     assert plan.epochs == 3 and plan.training_of("mtem").max_length == found["mtem"]["max_length"] == 12
     assert plan.training_of("mtem").pretrain_epochs == 0.0
@@ -78,7 +80,9 @@ def test_bigcn_has_the_same_plan_on_all_devices(tmp_path, request):
     request.getfixturevalue("as_on_a_gpu")
     plans.append(resolved(("mtem",), data))
     assert plans[0] == plans[1] and plans[0][0].epochs == 6
-    assert plans[0][1]["mtem"] == {"max_length": 256, "pretrain_epochs": 0.0, "learning_rate": 5e-4, "frozen_layers": 0}
+    assert plans[0][1]["mtem"] == {
+        "max_length": 256, "pretrain_epochs": 0.0, "view_radius": 0.2, "learning_rate": 5e-4, "frozen_layers": 0
+    }  # fmt: skip
 
 
 def test_a_run_on_another_device_is_what_was_rehearsed(data, tmp_path, as_on_a_gpu, monkeypatch):
@@ -86,7 +90,7 @@ def test_a_run_on_another_device_is_what_was_rehearsed(data, tmp_path, as_on_a_g
     found = rehearse(data, output=folder, pretrain_on=[data["target"]])
     record = read(folder)
     assert record["epochs"] == 8 and record["settings"] == {
-        **FREE, "source_epochs": 0.5, "max_length": 9, "pretrain_epochs": 1.0
+        **FREE, "source_epochs": 0.5, "max_length": 9, "pretrain_epochs": 1.0, "view_radius": 0.01
     }  # fmt: skip
     assert sorted({trial["learning_rate"] for trial in record["trials"]}) == [5e-5, 1.25e-4]
     for method in (data["method"], "source-only"):
@@ -94,7 +98,7 @@ def test_a_run_on_another_device_is_what_was_rehearsed(data, tmp_path, as_on_a_g
     monkeypatch.undo()
     request = {"source": data["source"], "target": data["target"], "model": data["model"], "left_out_models": 0}
     adapted = mtem.adapt(**request, method=data["method"], rehearsal=folder).record
-    expected = {"max_length": 9, "pretrain_epochs": 1.0, "epochs": 8.0}
+    expected = {"max_length": 9, "pretrain_epochs": 1.0, "epochs": 8.0, "view_radius": 0.01}
     assert expected.items() <= adapted["settings"].items() and expected.items() <= adapted["resolved"].items()
     assert adapted["pretrained"] and adapted["choices"]["max_length"] == adapted["choices"]["pretrain_epochs"] == "rehearsal"
     assert adapted["temperature"]["from"] == "rehearsal"

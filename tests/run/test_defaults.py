@@ -18,7 +18,7 @@ from mtem.training.settings import TrainingSettings
 from tests.bench import stopped_after
 from tests.devices import Encoder, Threads
 
-NAMES = ("max_length", "epochs", "pretrain_epochs", "learning_rate")
+NAMES = ("max_length", "epochs", "pretrain_epochs", "learning_rate", "view_radius")
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
 
@@ -33,30 +33,45 @@ def resolved(model, preset="recommended", *, given=None, **options):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (Encoder(CPU), (256, 2.0, 0.0, 2e-5)),
-        (Encoder(CPU, frozen_layers=4), (256, 2.0, 0.0, 2e-4)),
-        (Encoder(CUDA), (512, 12.0, 24.0, 5e-5)),
-        (Encoder(MPS), (512, 12.0, 24.0, 5e-5)),
-        (Encoder(CUDA, hidden_width=511), (512, 12.0, 24.0, 5e-5)),
-        (Encoder(CUDA, hidden_width=512), (512, 12.0, 0.0, 5e-5)),
-        (Encoder(CUDA, frozen_layers=4), (512, 12.0, 0.0, 2e-4)),
-        (Encoder(CUDA, obstacle="no mask token"), (512, 12.0, 0.0, 5e-5)),
-        (Threads(CPU, obstacle="no encoder"), (256, 24.0, 0.0, 5e-4)),
-        (Threads(CUDA, obstacle="no encoder"), (256, 24.0, 0.0, 5e-4)),
+        (Encoder(CPU), (256, 2.0, 0.0, 2e-5, 0.0)),
+        (Encoder(CPU, frozen_layers=4), (256, 2.0, 0.0, 2e-4, 0.0)),
+        (Encoder(CUDA), (512, 12.0, 24.0, 5e-5, 0.005)),
+        (Encoder(MPS), (512, 12.0, 24.0, 5e-5, 0.005)),
+        (Encoder(CUDA, hidden_width=511), (512, 12.0, 24.0, 5e-5, 0.005)),
+        (Encoder(CUDA, hidden_width=512), (512, 12.0, 0.0, 5e-5, 0.005)),
+        (Encoder(CUDA, frozen_layers=4), (512, 12.0, 0.0, 2e-4, 0.0)),
+        (Encoder(CUDA, obstacle="no mask token"), (512, 12.0, 0.0, 5e-5, 0.005)),
+        (Threads(CPU, obstacle="no encoder"), (256, 24.0, 0.0, 5e-4, 0.2)),
+        (Threads(CUDA, obstacle="no encoder"), (256, 24.0, 0.0, 5e-4, 0.2)),
     ],
 )
 def test_defaults_of_devices_and_models(model, expected):
     assert resolved(model) == expected
     if not model.threads:
         rate = 2e-4 if model.frozen_layers else 2e-5
-        assert resolved(model, "paper") == (256, 2.0, 0.0, rate), "as before there were defaults of a GPU"
-    given = {"max_length": 33, "epochs": 0.5, "pretrain_epochs": 0.0, "learning_rate": 0.0}
-    assert resolved(model, given=given) == (33, 0.5, 0.0, 0.0)
+        assert resolved(model, "paper") == (256, 2.0, 0.0, rate, 0.0), "as before there were defaults of a GPU"
+    given = {"max_length": 33, "epochs": 0.5, "pretrain_epochs": 0.0, "learning_rate": 0.0, "view_radius": 0.5}
+    assert resolved(model, given=given) == (33, 0.5, 0.0, 0.0, 0.5)
     assert resolved(model, given={"pretrain_epochs": 3})[2] == 3.0, "what is asked for is not dropped in silence"
 
 
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_threads_have_a_perturbed_view_where_nothing_is_known_of_their_classes(device):
+    """Whatever the device; `auto` assumes shares over words, and with labeled threads."""
+    words, encoder = Threads(device), Threads(device)
+    words.default_view_radius, words.prior_without_labels = 0.0, "uniform"
+
+    def radius(model, labeled, **given):
+        return resolved(model, given=given, target_labeled=labeled)[-1]
+
+    assert radius(encoder, False) == radius(encoder, False, target_class_prior="auto") == 0.2
+    assert radius(encoder, False, target_class_prior="uniform") == radius(encoder, True) == 0.0
+    assert radius(words, False, target_class_prior="auto") == 0.0
+    assert radius(encoder, False, view_radius=0.1) == radius(encoder, True, view_radius=0.1) == 0.1
+
+
 def test_a_source_model_is_not_pretrained_again():
-    assert resolved(Encoder(CUDA), from_source_model=True) == (512, 12.0, 0.0, 5e-5)
+    assert resolved(Encoder(CUDA), from_source_model=True) == (512, 12.0, 0.0, 5e-5, 0.005)
     assert resolved(Encoder(CUDA), given={"pretrain_epochs": 3}, from_source_model=True)[2] == 3.0
 
 
@@ -119,23 +134,23 @@ def test_a_run_on_a_cpu_has_the_defaults_that_it_always_had(free, steps, caplog)
     caplog.set_level("INFO", logger="mtem")
     adapted = mtem.adapt(**{**free, "steps": None, "method": "dann"})
     assert "defaults on" not in caplog.text
-    assert found_in(adapted.record) == (64, 2.0, 0.0, 2e-5), "the encoder takes 64 tokens"
+    assert found_in(adapted.record) == (64, 2.0, 0.0, 2e-5, 0.0), "the encoder takes 64 tokens"
     assert adapted.record["steps"] == {"pretrain": 0, "source": 6, "adapt": 16} and not steps
 
 
 def test_a_run_on_a_gpu_has_its_own(free, steps, as_on_a_gpu, caplog):
     caplog.set_level("INFO", logger="mtem")
     adapted = mtem.adapt(**{**free, "steps": None, "method": "dann", "batch_size": 40})
-    assert "defaults on cpu: max_length=512, epochs=12, pretrain_epochs=2, learning_rate=5e-05" in caplog.text
-    assert found_in(adapted.record) == (64, 12.0, 2.0, 5e-5)
+    assert "defaults on cpu: max_length=512, epochs=12, pretrain_epochs=2, view_radius=0.005, learning_rate=5e-05" in caplog.text
+    assert found_in(adapted.record) == (64, 12.0, 2.0, 5e-5, 0.005)
     assert adapted.record["steps"] == {"pretrain": 8, "source": 2, "adapt": 24} and len(steps) == 8
     steps.clear()
     begun = mtem.adapt(**free, source_model=adapted)
-    assert found_in(begun.record) == (64, 12.0, 0.0, 5e-5) and not steps
+    assert found_in(begun.record) == (64, 12.0, 0.0, 5e-5, 0.005) and not steps
     frozen = mtem.adapt(**{**free, "frozen_layers": 1})
-    assert found_in(frozen.record) == (64, 12.0, 0.0, 2e-4) and not steps
+    assert found_in(frozen.record) == (64, 12.0, 0.0, 2e-4, 0.0) and not steps
     paper = mtem.adapt(**free, method="dann", preset="paper").record
-    assert [paper["resolved"][name] for name in NAMES] == [64, 2.0, 0.0, 2e-5] and not steps
+    assert [paper["resolved"][name] for name in NAMES] == [64, 2.0, 0.0, 2e-5, 0.0] and not steps
 
 
 def test_the_length_reaches_the_model(free, as_on_a_gpu, monkeypatch):
@@ -212,7 +227,7 @@ def test_a_record_without_these_values_can_be_resumed(free, tmp_path, missing):
     for name in missing:
         (record if name == "resolved" else record["resolved"]).pop(name)
     path.write_text(json.dumps(record))
-    assert found_in(mtem.adapt(**free, output=tmp_path / "run", resume=True).record) == (64, 2.0, 0.0, 2e-5)
+    assert found_in(mtem.adapt(**free, output=tmp_path / "run", resume=True).record) == (64, 2.0, 0.0, 2e-5, 0.0)
 
 
 def test_frozen_layers_of_another_device_are_refused(free, tmp_path, monkeypatch):

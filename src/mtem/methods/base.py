@@ -151,6 +151,8 @@ class Method(abc.ABC):
         The publication of the method.
     needs_target_labels : bool
         Whether the method cannot run without labeled target examples.
+    learns_in_view : bool
+        Whether the method learns labels in the run's view of the texts (`student_view`, `perturbed_view`).
     replayable : bool
         Whether `step` may be captured once on a GPU and replayed: all that the CPU computes in it reaches the device through
         :mod:`mtem.capture`, it reads no number from the device, and what it keeps between steps it changes in place.
@@ -166,6 +168,7 @@ class Method(abc.ABC):
     summary: ClassVar[str]
     paper: ClassVar[str]
     needs_target_labels: ClassVar[bool] = False
+    learns_in_view: ClassVar[bool] = False
     replayable: ClassVar[bool] = False
     Settings: ClassVar[type]
     presets: ClassVar[dict[str, dict[str, Any]]] = {"recommended": {}, "paper": {"ema_decay": 0.0}}

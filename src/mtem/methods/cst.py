@@ -69,6 +69,7 @@ class Cst(Method):
     name = "cst"
     summary = "pseudo labels that must also train a classifier good on the source; Tsallis entropy, FixMatch, SAM"
     paper = "Liu et al., NeurIPS 2021"
+    learns_in_view = True
     replayable = True
     Settings = CstSettings
     settings: CstSettings

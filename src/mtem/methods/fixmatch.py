@@ -45,6 +45,7 @@ class FixMatch(Method):
     name = "fixmatch"
     summary = "confident labels of the plain target texts, learned from masked and shuffled ones"
     paper = "Sohn et al., NeurIPS 2020"
+    learns_in_view = True
     replayable = True
     Settings = FixMatchSettings
     settings: FixMatchSettings

@@ -201,6 +201,7 @@ class Mtem(Method):
     name = "mtem"
     summary = "self-training with a Tsallis entropy index per text, learned against the source loss"
     paper = "Lu et al., IJCAI 2023"
+    learns_in_view = True
     replayable = True
     Settings = MtemSettings
     settings: MtemSettings

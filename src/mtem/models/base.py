@@ -422,6 +422,11 @@ class Model(nn.Module, abc.ABC):
         """What the setting `target_class_prior=auto` stands for where no target example is labeled."""
         return "none"
 
+    @property
+    def default_view_radius(self) -> float:
+        """The setting `view_radius` if not all layers are trained, no class shares are assumed and no target example is labeled."""
+        return 0.0
+
     # ------------------------------------------------------------------ masked words
 
     def pretraining_obstacle(self) -> str | None:

@@ -256,7 +256,7 @@ def resolve_plan(plan: Plan, corpus: Corpus, *, any_passes: bool) -> tuple[Plan,
         found = defaults.resolve(training, network, plan.preset_of(name))
         if any_passes and training.epochs is None and found.epochs is not None:
             passes.append(round(found.epochs))
-        settings[name] = {"max_length": found.max_length, "pretrain_epochs": found.pretrain_epochs}
+        settings[name] = {key: getattr(found, key) for key in ("max_length", "pretrain_epochs", "view_radius")}
         resolved[name] = {**settings[name], "learning_rate": found.learning_rate, "frozen_layers": network.frozen_layers}
     return dataclasses.replace(plan, epochs=max(passes), resolved=settings), resolved
 

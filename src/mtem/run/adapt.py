@@ -46,7 +46,7 @@ CHOICES = ("learning_rate", "epochs", "stop_epochs", "target_class_prior", "crit
 OF_THE_MACHINE = ("seed", "device", "precision", "log_every", "checkpoint_seconds")  # not taken from a rehearsal
 FREE_ON_RESUME = {"checkpoint_seconds", "log_every", "max_skipped_steps"}  # settings that may differ when a run is resumed
 # What a run has found for its device, and a resumed one must have too.
-SAME_ON_RESUME = ("max_length", "epochs", "pretrain_epochs", "learning_rate", "frozen_layers")
+SAME_ON_RESUME = ("max_length", "epochs", "pretrain_epochs", "learning_rate", "frozen_layers", "view_radius")
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,13 @@ def adapt(
         return Adapted.load(path)
     chosen = chosen._replace(training=defaults.resolve_length(chosen.training, model_cls, device, preset))
     network = create_model(name, corpora, chosen, method_cls, source_model, device)
-    training = defaults.resolve(chosen.training, network, preset, from_source_model=source_model is not None)
+    training = defaults.resolve(
+        chosen.training,
+        network,
+        preset,
+        from_source_model=source_model is not None,
+        target_labeled=corpora.target_labeled is not None,
+    )
     if defaults.has_gpu_defaults(device, preset) and (found := defaults.describe(request["settings"], training)):
         logger.info("defaults on %s: %s", device.type, found)
     if pretrained is not None:

@@ -15,8 +15,8 @@ from mtem.models.base import Model
 from mtem.models.text import SMALL_WIDTH
 from mtem.training.settings import TrainingSettings
 
-ON_CPU: dict[str, Any] = {"max_length": 256, "epochs": 2.0, "pretrain_epochs": 0.0}
-ON_GPU: dict[str, Any] = {"max_length": 512, "epochs": 12.0, "pretrain_epochs": 24.0}
+ON_CPU: dict[str, Any] = {"max_length": 256, "epochs": 2.0, "pretrain_epochs": 0.0, "view_radius": 0.0}
+ON_GPU: dict[str, Any] = {"max_length": 512, "epochs": 12.0, "pretrain_epochs": 24.0, "view_radius": 0.005}
 GPU_LEARNING_RATE = 5e-5  # of an encoder of which all layers are trained; else it is the model's default
 PAPER = "paper"  # the preset that has the defaults of a CPU on every device
 
@@ -34,7 +34,12 @@ def resolve_length(
 
 
 def resolve(
-    training: TrainingSettings, model: Model, preset: str = "recommended", *, from_source_model: bool = False
+    training: TrainingSettings,
+    model: Model,
+    preset: str = "recommended",
+    *,
+    from_source_model: bool = False,
+    target_labeled: bool = False,
 ) -> TrainingSettings:
     """Return the settings with all of these defaults filled in.
 
@@ -48,6 +53,8 @@ def resolve(
         Of the method.
     from_source_model
         Whether the run begins from the source model of another, which is not pretrained again.
+    target_labeled
+        Whether examples of the target are labeled.
     """
     on_gpu = has_gpu_defaults(model.device, preset)
     usual = _usual(type(model), model.device, preset)
@@ -55,6 +62,9 @@ def resolve(
     small = whole and model.pretraining_obstacle() is None and model.hidden_width < SMALL_WIDTH
     if not small or from_source_model:
         usual["pretrain_epochs"] = 0.0
+    if not whole:
+        assumed = model.prior_without_labels if training.target_class_prior == "auto" else training.target_class_prior
+        usual["view_radius"] = 0.0 if target_labeled or assumed != "none" else model.default_view_radius
     rate = GPU_LEARNING_RATE if on_gpu and whole else model.default_learning_rates()[1]
     return _filled(training, **usual, learning_rate=rate)
 

@@ -593,6 +593,7 @@ class Run:
             "source_learning_rate": self.source_learning_rate,
             "epochs": self.settings.epochs,
             "learning_rate": self.learning_rate,
+            "view_radius": self.settings.view_radius,
             "threads": torch.get_num_threads(),
             "processes": parallel.size(),
         }

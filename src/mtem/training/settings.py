@@ -71,10 +71,12 @@ class TrainingSettings:
     view_strength: float | None = setting(
         None, "share of the words (mask: of the tokens) that the view changes; none: 0.3, with mask 0.15", low=0.0, high=1.0
     )
-    view_radius: float = setting(
-        0.0,
+    view_radius: float | None = setting(
+        None,
         "norm of a perturbation of the view's embeddings, relative to theirs, in the direction that speaks most against the "
-        "pseudo label; 0.005 suits encoders of which all layers are trained and takes about a fifth longer; 0: none",
+        "pseudo label (mtem, fixmatch, cst); none: 0.005 on a GPU if all layers are trained, which takes about a fifth longer; "
+        "bigcn with features=encoder 0.2 where no class shares are assumed and no thread of the target is labeled; else 0, no "
+        "perturbation",
         low=0.0,
         high=1.0,
     )
@@ -174,7 +176,7 @@ class TrainingSettings:
         view = self.view or ("mask" if frozen else "mixed")
         usual = {"mask": 0.15, "dropout": 0.0}.get(view, 0.3)
         strength = usual if self.view_strength is None else self.view_strength
-        return {"ema_decay": decay, "view": view, "view_strength": strength, "view_radius": self.view_radius}
+        return {"ema_decay": decay, "view": view, "view_strength": strength, "view_radius": self.view_radius or 0.0}
 
 
 def find_learning_rates(settings: TrainingSettings, defaults: tuple[float, float]) -> tuple[float, float]:

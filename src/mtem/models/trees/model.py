@@ -514,6 +514,11 @@ class BigcnModel(Model):
         """Even shares for words, with which self-training loses the rarer class; with an encoder it does not."""
         return "none" if isinstance(self.features, Embeddings) else "uniform"
 
+    @property
+    def default_view_radius(self) -> float:
+        """With an encoder, as rehearsed on PHEME: a better F1 of rumours, a lower average precision (docs/recipe.md)."""
+        return 0.2 if isinstance(self.features, Embeddings) else 0.0
+
     # ------------------------------------------------------------------ masked words, for the encoder of the posts
 
     def pretraining_obstacle(self) -> str | None:
