@@ -1,7 +1,8 @@
 """A pilot's method: FixMatch for a pool in which one class is rare, and for labeled texts in a changed view.
 
-With `target_class_prior=estimated` the method knows the pool's class shares. A source model of even classes gives the label of
-the rare class to many texts of the frequent one, so these labels are often wrong. Here
+With `target_class_prior=estimated` the method knows the pool's class shares; with `predicted=true` it takes those that the
+teacher predicts, which lie between the true and even ones, since a model of even classes gives the label of the rare class to
+many texts of the frequent one. So these labels are often wrong. Here
 
 - labels and their confidence come from the teacher's logits plus the log of the shares (relative to even ones);
 - the student learns them with the same shift added to its own logits, so that its logits alone are those of even classes.
@@ -13,17 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
-from mtem.methods.base import Batch, StepLog, Update
+from mtem.methods.base import Batch, Context, StepLog, Update
 from mtem.methods.fixmatch import FixMatch, FixMatchSettings, confident_labels, masked_cross_entropy
+from mtem.models.base import Model
 from mtem.settings import setting
 
 
 @dataclasses.dataclass(frozen=True)
 class ShiftedSettings(FixMatchSettings):
-    """Whether labeled texts are shown in the view too; the shift needs `target_class_prior`."""
+    """Where the shares come from, and whether labeled texts are shown in the view too."""
 
+    predicted: bool = setting(False, "the teacher's mean prediction on the unlabeled texts, instead of `target_class_prior`")
     source_view: bool = setting(False, "show the labeled texts in the run's view as well")
 
 
@@ -36,13 +40,28 @@ class Shifted(FixMatch):
     Settings = ShiftedSettings
     settings: ShiftedSettings
 
+    def __init__(self, model: Model, settings: ShiftedSettings, context: Context) -> None:
+        super().__init__(model, settings, context)
+        self.mean = torch.full((context.classes,), 1 / context.classes, device=model.device)
+        self.steps = torch.zeros((), device=model.device)
+
+    def shares(self, logits: Tensor) -> Tensor | None:
+        """Return the shares of the pool; predicted ones are a mean over the batches so far, at most the last hundred."""
+        if not self.settings.predicted:
+            return self.context.align.shares
+        self.steps.add_(1).clamp_(max=100)  # in place, as a captured step needs it
+        self.mean.add_((logits.softmax(dim=1).mean(dim=0) - self.mean) / self.steps)
+        return self.mean
+
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
         """Label the texts under the pool's shares, then take one step on both batches."""
-        shares = self.context.align.shares
-        shift: Tensor | float = 0.0 if shares is None else (shares * len(shares)).log()
         plain = self.model.prepare(target.inputs)
-        strong = self.student_view(plain)
-        labels, confident = confident_labels(self.teacher_logits(plain) + shift, self.settings.threshold)
+        strong = self.model.prepare(self.student_view(plain))
+        logits = self.teacher_logits(plain)
+        shares = self.shares(logits)
+        shift: Tensor | float = 0.0 if shares is None else (shares * len(shares)).log()
+        labels, confident = confident_labels(logits + shift, self.settings.threshold)
+        strong = self.perturbed_view(strong, labels)
         self.model.train()
         labeled = self.student_view(self.model.prepare(source.inputs)) if self.settings.source_view else source.inputs
         source_loss = self.cross_entropy(self.model(labeled), source.require_labels())

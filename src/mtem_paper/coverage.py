@@ -24,7 +24,7 @@ def runs(cells: Sequence[Cell]) -> str:
             for place in (Place(dataset, model, pool, setting) for pool in about.pools for setting in SETTINGS):
                 present = at(cells, place)
                 experiments = protocol.planned(dataset, model, place.pool, place.setting)
-                planned = {(*pair, seed) for pairs in experiments.values() for pair in pairs for seed in about.seeds}
+                planned = {run for runs_ in experiments.values() for run in runs_}
                 if not present and not planned:
                     continue
                 done = {(cell["variant"], cell["target"], cell["seed"]) for cell in twins.fill(present, twins.TWINS)}

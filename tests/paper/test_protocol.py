@@ -268,6 +268,7 @@ def test_a_variant_that_is_not_complete_is_an_error_at_import(variant, message):
         ({"unlabeled_file": None}, "pools do not fit"),
         ({"planned": {"minilm": protocol.Share(("mtme",))}}, "plan of minilm: unknown name"),
         ({"planned": {"minilm": protocol.Share(pools=("event",))}}, "plan of minilm: unknown name"),
+        ({"planned": {"minilm": protocol.Share(repeated=("mtme",))}}, "plan of minilm: unknown name"),
     ],
 )
 def test_a_data_set_that_is_not_complete_is_an_error_at_import(change, message):
@@ -338,15 +339,17 @@ def test_methods_that_adapt_have_the_settings_of_their_pool():
 
 def test_a_model_whose_plan_names_rows_has_those_of_all_experiments():
     planned = protocol.planned("pheme", "bigcn-minilm-neighbours", "event", "unsupervised")
-    assert {variant for variant, _ in planned["ablation"]} >= {"mtem", "mtem-without-view", "mtem-without-average"}
-    assert "dann" not in {variant for variant, _ in planned["general"]} and "batch-size" not in planned
+    assert {variant for variant, _, _ in planned["ablation"]} >= {"mtem", "mtem-without-view", "mtem-without-average"}
+    assert "mtem-without-meta" not in {variant for variant, _, _ in planned["ablation"]} and "batch-size" not in planned
     assert "ablation" not in protocol.planned("pheme", "bigcn-minilm-neighbours", "event", "semi-supervised")
 
 
 def test_of_the_natural_pool_the_plan_has_the_main_rows():
     planned = protocol.planned("amazon", "minilm", "natural", "unsupervised")
-    assert {variant for variant, _ in planned["general"]} == {
+    assert {variant for variant, _, _ in planned["general"]} == {
         "out", "out-without-pretraining", "fixmatch", "biat", "mtem", "mtem-learned",
     }  # fmt: skip
+    seeds = {name: {seed for variant, _, seed in planned["general"] if variant == name} for name in ("out", "mtem", "biat")}
+    assert seeds == {"out": {0, 1, 2}, "mtem": {0, 1, 2}, "biat": {0}}, "and most rows with one seed"
     assert protocol.planned("amazon", "minilm", "natural", "semi-supervised") == {}
     assert protocol.planned("amazon", "mpnet", "natural", "unsupervised") == {}, "which the model's own plan leaves out"

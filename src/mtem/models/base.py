@@ -424,7 +424,7 @@ class Model(nn.Module, abc.ABC):
 
     @property
     def default_view_radius(self) -> float:
-        """The setting `view_radius` if not all layers are trained, no class shares are assumed and no target example is labeled."""
+        """The setting `view_radius` of a model that has frozen layers or reads threads, where nothing is known of the target."""
         return 0.0
 
     # ------------------------------------------------------------------ masked words
