@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,11 @@ import torch
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)  # tiny tensors: threads only get in the way
+
+# A shell's background jobs and nohup ignore these, and so would the programs that are interrupted here.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 # `make test` tries the same examples everywhere; `make fuzz` draws others in every run, and says how to have one again.
 # What it finds stays as an @example beside the property.

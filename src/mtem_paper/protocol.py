@@ -178,7 +178,8 @@ DATASETS: dict[str, Dataset] = {
         oracle_labels="half of the test set",
         planned_pools={
             "natural": Share(
-                ("out", "out-without-pretraining", "fixmatch", "biat", "mtem", "mtem-learned"), (UNSUPERVISED,),
+                ("out", "out-without-pretraining", "fixmatch", "biat", "mtem", "mtem-learned"),
+                (UNSUPERVISED,),
                 repeated=("out", "mtem"),
             )
         },

@@ -173,9 +173,9 @@ def planned(results, **restricted):
 def test_cells_have_the_settings_of_their_rehearsals(results):
     cell = planned(results, variants=["mtem"], targets=["books"])[0]
     wanted = {"learning_rate": 5e-5, "epochs": 3.0, "stop_epochs": 3.0, "criterion": "last", "target_class_prior": "none"}
-    assert wanted.items() <= cell.given.items() and cell.factors == (1.0,) and cell.protocol == 4
+    assert wanted.items() <= cell.given.items() and cell.factors == (1.0,) and cell.protocol == 5
     searched = protocol.plan(["general"], "amazon", "minilm", "minilm", seeds=[0], variants=["mtem"], targets=["books"])[0]
-    assert searched.protocol == 4 and searched.address != cell.address
+    assert searched.protocol == 5 and searched.address != cell.address
     save(results, *whole("mtem", [0.80, 0.80, 0.85, 0.85], [0.81] * 4, factor=1.0))
     other = planned(results, variants=["mtem"], targets=["books"])[0]
     assert other.given["learning_rate"] == pytest.approx(2e-5) and other.address != cell.address

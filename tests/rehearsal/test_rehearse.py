@@ -63,11 +63,12 @@ def test_the_advice_has_all_that_a_run_needs(rehearsed):
     advice = rehearsed["rehearsal"].advice(rehearsed["compared"]["method"][0])
     assert set(advice.settings) == {
         "learning_rate", "target_class_prior", "epochs", "stop_epochs", "evaluations", "criterion", "frozen_layers", "max_length",
-        "pretrain_epochs",
+        "pretrain_epochs", "view_radius",
     }  # fmt: skip
     assert advice.settings["epochs"] == 2.0 and advice.settings["evaluations"] == 2 and advice.settings["criterion"] == "last"
     assert advice.settings["frozen_layers"] == 0 and advice.settings["stop_epochs"] in (1.0, 2.0)
     assert advice.settings["max_length"] == 16 and advice.settings["pretrain_epochs"] == 0.0
+    assert advice.settings["view_radius"] == 0.0
 
 
 def test_a_rehearsal_refuses_to_adapt_with_a_method_that_makes_models_worse(worse):
