@@ -161,14 +161,14 @@ def test_settings_of_amazon_cells():
     def given(variant, model="minilm", **options):
         return protocol.plan(["general"], "amazon", "minilm", model, variants=[variant], seeds=[0], **options)[0].given
 
-    text = {"frozen_layers": 0, "max_length": 512}
+    text = {"frozen_layers": 0, "max_length": 512, "left_out_models": 0}
     common = {**text, "epochs": 12.0, "learning_rate": 5e-5, "view_radius": 0.0}
     perturbed = {**common, "view_radius": 0.005}
     assert given("mtem") == {**perturbed, "pretrain_epochs": 24.0}
     assert given("biat") == given("out") == {**common, "pretrain_epochs": 24.0}
     assert given("out-without-pretraining") == {**common, "pretrain_epochs": 0.0}
     assert given("mtem", "other") == {**perturbed, "pretrain_epochs": 0.0}
-    assert given("mtem", "mpnet") == given("mtem", "other") | {"source_learning_rate": 2e-5, "left_out_models": 0}
+    assert given("mtem", "mpnet") == given("mtem", "other") | {"source_learning_rate": 2e-5}
     assert given("mtem-paper") == {**text, "pretrain_epochs": 24.0, "view_radius": 0.0}, "passes and rate are its own"
     own = {"epochs": "3", "pretrain_epochs": "1", "view_radius": "0.01"}
     assert given("mtem", overrides=own) == {**common, "epochs": 3.0, "pretrain_epochs": 1.0, "view_radius": 0.01}
