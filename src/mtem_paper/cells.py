@@ -142,7 +142,7 @@ def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
         by_place.setdefault(tuple(cell[name] for name in PLACE), []).append(cell)
-    shown = []
+    shown: list[dict[str, Any]] = []
     for here in by_place.values():
         generations = (
             _shown_before([cell for cell in here if cell["protocol"] < PROTOCOL]),
