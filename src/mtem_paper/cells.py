@@ -158,7 +158,9 @@ def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_current(result: Mapping[str, Any]) -> bool:
-    """Return whether a result was run under the rules of today."""
+    """Return whether a result was run under the rules of today; of the method of a file nothing more is known later."""
+    if result["method"] not in methods.METHODS:
+        return bool(result["protocol"] >= PROTOCOL)
     return bool(result["protocol"] == (PERTURBED if view_radius(result) else PROTOCOL))
 
 
@@ -168,10 +170,9 @@ def view_radius(result: Mapping[str, Any]) -> float:
     Parameters
     ----------
     result
-        The names of a cell: data set, model, setting, variant, method and preset.
+        The names of a cell: data set, model, setting, variant, method (or its file) and preset.
     """
-    name = result["method"]
-    if name not in methods.METHODS or not methods.get(name).learns_in_view or result["preset"] == "paper":
+    if result["preset"] == "paper" or not methods.get(result["method"]).learns_in_view:
         return 0.0
     if result["dataset"] == "amazon":
         return 0.0 if result["variant"] == WITHOUT_PERTURBATION else 0.005

@@ -326,6 +326,17 @@ def test_views_are_perturbed_where_rehearsals_found_it_better():
     assert radii("pheme", "bigcn-minilm-neighbours", others) == {0.0}
 
 
+@pytest.mark.parametrize(("base", "radius"), [("fixmatch.FixMatch", 0.005), ("dann.Dann", 0.0)])
+def test_a_method_of_ones_own_has_the_perturbed_view_if_it_learns_in_one(tmp_path, base, radius):
+    module, name = base.split(".")
+    path = tmp_path / "mine.py"
+    path.write_text(f"from mtem.methods.{module} import {name}\n\n\nclass Mine({name}):\n    name = 'mine'\n")
+    cell = protocol.plan(["general"], "amazon", "minilm", "minilm", variants=[str(path)], seeds=[0])[0]
+    assert cell.given["view_radius"] == radius and cell.protocol == (5 if radius else 4)
+    result = {**dataclasses.asdict(cell), "method": "mine", "protocol": cell.protocol}
+    assert cells.is_current(result) and not cells.is_current({**result, "protocol": 3})
+
+
 def test_methods_that_adapt_have_the_settings_of_their_pool():
     def changed(pool, variant, **overrides):
         made = protocol.plan(["general"], "amazon", "minilm", "minilm", pools=[pool], variants=[variant], overrides=overrides)
