@@ -15,8 +15,8 @@ And here again, with what came back:
 
     tar xzf cells.tgz results/cells
 
-On that machine everything is in build/lease, also the model, which `start` puts into the jobs' commands: git ignores that folder,
-so a second sending of the tree leaves it as it is.
+`benchmarks/gpu_plan.sh` packs and writes the jobs of the next lease. On that machine everything is in build/lease, also the model,
+which `start` puts into the jobs' commands: git ignores that folder, so a second sending of the tree leaves it as it is.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def collect(to: Path, seconds: float) -> None:
     until, done = time.monotonic() + seconds, LEASE / "logs/done.jsonl"
     while True:
         with tarfile.open(to / "cells.part", "w:gz") as archive:
-            for name in ("cells", "failures", "source-models/pretrained"):
+            for name in ("cells", "failures", "rehearsed", "source-models/pretrained"):
                 for path in sorted((LEASE / "results" / name).rglob("*")):
-                    if path.suffix in (".json", ".txt"):
+                    if path.suffix in (".json", ".jsonl", ".txt"):
                         archive.add(path, path.relative_to(LEASE))
             if (LEASE / "logs").is_dir():
                 archive.add(LEASE / "logs", "logs")

@@ -13,6 +13,7 @@ import dataclasses
 
 import torch
 
+from mtem.capture import by_step
 from mtem.methods.base import Batch, StepLog, Update
 from mtem.methods.cst import reverse_loss, tsallis_term
 from mtem.methods.mtem import Mtem, MtemSettings
@@ -33,14 +34,13 @@ class Cycle(Mtem):
     name = "cycle"
     summary = "MTEM with CST's Tsallis term and reverse loss"
     paper = "a pilot"
-    replayable = False
     Settings = CycleSettings
     settings: CycleSettings
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
         """Take one step; the index is the same for all texts and is not learned."""
         settings, model, source_labels = self.settings, self.model, source.require_labels()
-        pseudo = self.pseudo_labels(target, self.temperature(number))
+        pseudo = self.pseudo_labels(target, by_step(self.temperature, number, model.device))
         plain = model.prepare(target.inputs)
         view = self.perturbed_view(model.prepare(self.student_view(plain)), pseudo.labels)
         model.train()
