@@ -32,10 +32,10 @@ END
   done
 }
 pilots=benchmarks/pilots
-rehearse mixed terms 'mtem: method=mtem view_radius=0.005' "reverse: method=$pilots/cycle.py reverse_weight=0.5 view_radius=0.005" \
-  'cst: method=cst view_radius=0.005'
-rehearse natural evened 'balanced: method=mtem balance_target=true view_radius=0.005' \
-  "evened: method=$pilots/evened.py balance_target=true view_radius=0.005"
+rehearse mixed terms 'mtem: method=mtem view_radius=0.005' "reverse: method=$pilots/cycle.py reverse_weight=0.5 view_radius=0.005"
+natural="balance_target=true view_radius=0.005"
+rehearse natural evened "balanced: method=mtem $natural" "evened: method=$pilots/evened.py $natural" \
+  "half: method=$pilots/evened.py power=0.5 $natural" "reverse: method=$pilots/cycle.py reverse_weight=0.5 $natural"
 
 # Cells of protocol 5: the main rows of the mixed pool, then MTEM on the natural one.
 cells() {
