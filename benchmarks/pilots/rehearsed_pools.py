@@ -6,7 +6,8 @@
 A source domain of the target stands for it: the two others are the sources, its own unlabeled reviews are adapted to, and its
 labeled ones score. So a rehearsal has what a target has: a pool with the same class shares, and a test set that was not read.
 The target itself is not read at all. With --labeled so many reviews are labeled target texts, which neither are adapted to nor
-score; --set holds for the source model and for all rules.
+score; --set holds for the source model and for all rules. With --store and `--set frozen_layers=-2` the output of the frozen
+layers is computed once for the texts of all domains.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ import mtem
 from mtem import inference
 from mtem.data.loading import load_corpus
 from mtem.progress import Progress
+from mtem.rehearsal import rehearse
+from mtem.rehearsal.plan import make_plan
 from mtem.run.record import versions
 from mtem_paper import splits
+from mtem_paper.protocol import DATASETS
 
 
 class Watch:
     """Accuracy on the domain's labeled reviews and the recall of its classes, at every evaluation."""
 
-    def __init__(self, test: Any, truth: list[str]) -> None:
-        self.test, self.truth, self.tokens = test, np.array(truth), None
+    def __init__(self, test: Any, truth: list[str], store: Path | None) -> None:
+        self.test, self.truth, self.store, self.tokens = test, np.array(truth), store, None
         self.rows: list[dict[str, Any]] = []
 
     def __call__(self, line: dict[str, Any], model: Any) -> None:
@@ -41,10 +45,25 @@ class Watch:
             return
         if self.tokens is None:
             self.tokens = model.encode(self.test)
+            if self.store is not None:  # which has these texts, so that nothing is written
+                self.tokens = model.keep_lower(self.tokens, Path("unused"), Progress(quiet=True), "", np.inf, self.store)
         found = np.array(model.classes)[inference.compute_logits(model, self.tokens).logits.argmax(axis=1)]
         recall = {name: round(float((found == self.truth)[self.truth == name].mean()), 4) for name in model.classes}
         accuracy = round(float((found == self.truth).mean()), 4)
         self.rows.append({"step": line["step"], "accuracy": accuracy, "recall": recall, "infomax": line["infomax"]})
+
+
+def store_frozen(path: Path, args: argparse.Namespace, common: dict[str, Any]) -> None:
+    """Store the output of the frozen layers for all texts of all rehearsals; the labels of pools are made up and not used."""
+    texts: list[str] = []
+    for domain in DATASETS["amazon"].domains:
+        data = splits.read("amazon", args.data, domain, args.pool)
+        texts += data.examples + list(splits.divide(data, args.seed).unlabeled)[: args.texts]
+    corpus = load_corpus((texts, ["negative", "positive"] * (len(texts) // 2) + ["negative"] * (len(texts) % 2)), labeled=True)
+    given = {name: common[name] for name in ("max_length", "frozen_layers", "seed")}
+    rehearse.store_frozen(
+        corpus, make_plan(("mtem",), args.model, "recommended", None, None, False, given), path, Progress(quiet=True)
+    )
 
 
 def main() -> None:
@@ -62,6 +81,7 @@ def main() -> None:
     parser.add_argument("--evaluations", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, required=True, help="folder of the source models")
+    parser.add_argument("--store", type=Path, help="file of the frozen layers' output")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     data = splits.read("amazon", args.data, args.domain, args.pool)
@@ -75,6 +95,10 @@ def main() -> None:
     if args.labeled:
         examples = division.target_labeled, division.target_labeled_labels
         common["target_labeled"] = load_corpus(examples, labeled=True, name="target_labeled", domain=args.domain)
+    if args.store is not None:
+        if not list(args.store.parent.glob(f"{args.store.stem}-*")):
+            store_frozen(args.store, args, common)
+        common["frozen_store"] = args.store
     test = load_corpus(division.test, labeled=False, name="test")
     about = {name: getattr(args, name) for name in ("target", "domain", "pool", "texts", "labeled", "set", "seed")}
     done = {(row["rule"], *(row[name] for name in ("target", "domain", "pool", "seed")), *row["set"]) for row in read(args.out)}
@@ -93,7 +117,7 @@ def main() -> None:
             "learning_rate": 5e-5, "criterion": "last", "epochs": args.epochs, "evaluations": args.evaluations,
             **dict(item.split("=", 1) for item in given.split()),
         }  # fmt: skip
-        started, watch = time.monotonic(), Watch(test, division.truth)
+        started, watch = time.monotonic(), Watch(test, division.truth, args.store)
         adapted = mtem.adapt(sources, unlabeled, source_model=theta, observe=watch, **{**common, **settings})
         prior = adapted.record["target_class_prior"]
         row = {
