@@ -7,7 +7,8 @@ many texts of the frequent one. So these labels are often wrong. Here
 - labels and their confidence come from the teacher's logits plus the log of the shares (relative to even ones);
 - the student learns them with the same shift added to its own logits, so that its logits alone are those of even classes.
 
-`source_view=true` shows the labeled texts in the run's view too.
+With `labels=false` only the second is done: labels are those of even classes, and the student is kept from learning that a text
+of the target is likely to be of the frequent class. `source_view=true` shows the labeled texts in the run's view too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class ShiftedSettings(FixMatchSettings):
     """Where the shares come from, and whether labeled texts are shown in the view too."""
 
     predicted: bool = setting(False, "the teacher's mean prediction on the unlabeled texts, instead of `target_class_prior`")
+    labels: bool = setting(True, "shift the teacher's logits too")
     source_view: bool = setting(False, "show the labeled texts in the run's view as well")
 
 
@@ -60,7 +62,7 @@ class Shifted(FixMatch):
         logits = self.teacher_logits(plain)
         shares = self.shares(logits)
         shift: Tensor | float = 0.0 if shares is None else (shares * len(shares)).log()
-        labels, confident = confident_labels(logits + shift, self.settings.threshold)
+        labels, confident = confident_labels(logits + shift if self.settings.labels else logits, self.settings.threshold)
         strong = self.perturbed_view(strong, labels)
         self.model.train()
         labeled = self.student_view(self.model.prepare(source.inputs)) if self.settings.source_view else source.inputs

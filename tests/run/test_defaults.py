@@ -61,9 +61,11 @@ def test_threads_have_a_perturbed_view_where_nothing_is_known_of_their_classes(d
     words, encoder = Threads(device), Threads(device)
     words.default_view_radius, words.prior_without_labels = 0.0, "uniform"
 
-    def radius(model, labeled, **given):
-        return resolved(model, given=given, target_labeled=labeled)[-1]
+    def radius(model, labeled, preset="recommended", **given):
+        return resolved(model, preset, given=given, target_labeled=labeled)[-1]
 
+    assert radius(encoder, False, "learned") == radius(encoder, False, "paper") == 0.0, "a learned index distrusts such views"
+    assert radius(encoder, False, "learned", view_radius=0.1) == 0.1
     assert radius(encoder, False) == radius(encoder, False, target_class_prior="auto") == 0.2
     assert radius(encoder, False, target_class_prior="uniform") == radius(encoder, True) == 0.0
     assert radius(words, False, target_class_prior="auto") == 0.0

@@ -18,6 +18,7 @@ from mtem.training.settings import TrainingSettings
 ON_CPU: dict[str, Any] = {"max_length": 256, "epochs": 2.0, "pretrain_epochs": 0.0, "view_radius": 0.0}
 ON_GPU: dict[str, Any] = {"max_length": 512, "epochs": 12.0, "pretrain_epochs": 24.0, "view_radius": 0.005}
 GPU_LEARNING_RATE = 5e-5  # of an encoder of which all layers are trained; else it is the model's default
+RECOMMENDED = "recommended"
 PAPER = "paper"  # the preset that has the defaults of a CPU on every device
 
 
@@ -27,7 +28,7 @@ def has_gpu_defaults(device: torch.device, preset: str) -> bool:
 
 
 def resolve_length(
-    training: TrainingSettings, model_cls: type[Model], device: torch.device, preset: str = "recommended"
+    training: TrainingSettings, model_cls: type[Model], device: torch.device, preset: str = RECOMMENDED
 ) -> TrainingSettings:
     """Return the settings with a `max_length`, which has to be known before the model is created."""
     return _filled(training, max_length=_usual(model_cls, device, preset)["max_length"])
@@ -36,7 +37,7 @@ def resolve_length(
 def resolve(
     training: TrainingSettings,
     model: Model,
-    preset: str = "recommended",
+    preset: str = RECOMMENDED,
     *,
     from_source_model: bool = False,
     target_labeled: bool = False,
@@ -64,7 +65,8 @@ def resolve(
         usual["pretrain_epochs"] = 0.0
     if not whole:
         assumed = model.prior_without_labels if training.target_class_prior == "auto" else training.target_class_prior
-        usual["view_radius"] = 0.0 if target_labeled or assumed != "none" else model.default_view_radius
+        rehearsed = preset == RECOMMENDED and assumed == "none" and not target_labeled
+        usual["view_radius"] = model.default_view_radius if rehearsed else 0.0
     rate = GPU_LEARNING_RATE if on_gpu and whole else model.default_learning_rates()[1]
     return _filled(training, **usual, learning_rate=rate)
 

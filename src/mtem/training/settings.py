@@ -75,8 +75,8 @@ class TrainingSettings:
         None,
         "norm of a perturbation of the view's embeddings, relative to theirs, in the direction that speaks most against the "
         "pseudo label (mtem, fixmatch, cst); none: 0.005 on a GPU if all layers are trained, which takes about a fifth longer; "
-        "bigcn with features=encoder 0.2 where no class shares are assumed and no thread of the target is labeled; else 0, no "
-        "perturbation",
+        "bigcn with features=encoder 0.2 where no class shares are assumed and no thread of the target is labeled, with the "
+        "recommended preset; else 0, no perturbation",
         low=0.0,
         high=1.0,
     )
