@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # What the next lease of a GPU runs, in the order of importance (docs/recipe.md, "What is open"), for benchmarks/gpu_lease.py:
 #
-#     bash benchmarks/gpu_plan.sh DATA/amazon MINILM      # writes carry/: parts to send, and jobs.jsonl
+#     bash benchmarks/gpu_plan.sh DATA/amazon MINILM            # writes carry/: parts to send, and jobs.jsonl
+#     bash benchmarks/gpu_plan.sh DATA/amazon MPNET mpnet       # a lease of its own: six parts
 #
 # Send the parts of carry/ one call each, jobs.jsonl with the first; then `start --most 12` and `collect` in the calls that follow.
 set -euo pipefail
-data=$1 model=$2
+data=$1 model=$2 name=${3:-minilm}
 python=${PYTHON:-.venv/bin/python}
 lease=build/lease
 "$python" benchmarks/gpu_lease.py pack --model "$model" --data "$data"
@@ -31,17 +32,24 @@ END
     done
   done
 }
-pilots=benchmarks/pilots
-rehearse mixed terms 'mtem: method=mtem view_radius=0.005' "reverse: method=$pilots/cycle.py reverse_weight=0.5 view_radius=0.005"
-natural="balance_target=true view_radius=0.005"
-rehearse natural evened "balanced: method=mtem $natural" "evened: method=$pilots/evened.py $natural" \
-  "half: method=$pilots/evened.py power=0.5 $natural" "reverse: method=$pilots/cycle.py reverse_weight=0.5 $natural"
+plan_rehearsals() {
+  local pilots=benchmarks/pilots natural="balance_target=true view_radius=0.005"
+  rehearse mixed terms 'mtem: method=mtem view_radius=0.005' "reverse: method=$pilots/cycle.py reverse_weight=0.5 view_radius=0.005"
+  rehearse natural evened "balanced: method=mtem $natural" "evened: method=$pilots/evened.py $natural" \
+    "half: method=$pilots/evened.py power=0.5 $natural" "student: method=$pilots/shifted.py predicted=true labels=false $natural" \
+    "reverse: method=$pilots/cycle.py reverse_weight=0.5 $natural"
+}
 
 # Cells of protocol 5: the main rows of the mixed pool, then MTEM on the natural one.
 cells() {
-  "$python" benchmarks/gpu_jobs.py --dataset amazon --model "$model" --model-name minilm --data $lease/data \
+  "$python" benchmarks/gpu_jobs.py --dataset amazon --model "$model" --model-name "$name" --data $lease/data \
     --results $lease/results --settings unsupervised "$@" >> carry/jobs.jsonl
 }
-cells --pools mixed --variants mtem,cst,biat
-cells --pools natural --variants mtem
+if [ "$name" = mpnet ]; then
+  cells --pools mixed --variants mtem --memory 27
+else
+  plan_rehearsals
+  cells --pools mixed --variants mtem,cst,biat
+  cells --pools natural --variants mtem
+fi
 wc -l carry/jobs.jsonl
