@@ -167,6 +167,11 @@ def test_which_presets_learn_an_index(preset):
     assert (texts.learns_index, texts.sampling, texts.threshold) == ((preset == "learned"), (preset == "learned"), 0.95)
     assert (threads.learns_index, threads.sampling, threads.threshold) == ((preset == "learned"), True, 0.0)
     assert threads.index_mode == {"recommended": "fixed", "learned": "shared"}[preset]
+    words = find_settings("bigcn", "mtem", preset, {"features": "tfidf"}).method
+    assert words == dataclasses.replace(threads, threshold={"recommended": 0.95, "learned": 0.0}[preset])
+    assert find_settings("bigcn", "mtem", preset, {"features": "tfidf", "threshold": 0.5}).method.threshold == 0.5
+    given = {"features": "tfidf", "target_class_prior": "none"}
+    assert find_settings("bigcn", "mtem", preset, given).method.threshold == 0.0, "the rarer class would be lost"
     assert texts.index_initial == texts.index_low == threads.index_initial == 1.0
 
 

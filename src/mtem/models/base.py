@@ -422,6 +422,19 @@ class Model(nn.Module, abc.ABC):
         """What the setting `target_class_prior=auto` stands for where no target example is labeled."""
         return "none"
 
+    @classmethod
+    def preset(cls, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a preset has for this model: `presets`, as far as it suits the other settings of the run.
+
+        Parameters
+        ----------
+        name
+            The preset.
+        values
+            The settings that are known so far, given ones included.
+        """
+        return cls.presets.get(name, {})
+
     @property
     def default_view_radius(self) -> float:
         """The setting `view_radius` of a model that has frozen layers or reads threads, where nothing is known of the target."""

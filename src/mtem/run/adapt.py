@@ -234,7 +234,7 @@ def find_settings(model: str | os.PathLike[str], method: str, preset: str, given
     if preset not in method_cls.presets:
         raise RequestError(f"unknown preset '{preset}': {method} has {', '.join(method_cls.presets)}")
     values = {**(defaults.ON_CPU if preset == defaults.PAPER else {}), **model_cls.defaults, **method_cls.presets[preset]}
-    values |= {name: value for name, value in model_cls.presets.get(preset, {}).items() if name in values}
+    values |= {name: value for name, value in model_cls.preset(preset, {**values, **given}).items() if name in values}
     classes = {"training": TrainingSettings, "method": method_cls.Settings, "model": model_cls.Settings}
     return AdaptSettings(**settings.build(classes, {**values, **given}))
 

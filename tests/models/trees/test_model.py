@@ -730,7 +730,7 @@ def test_defaults_of_the_model_give_way_to_presets_and_to_the_user(files):
     assert record["settings"]["source_epochs"] == BigcnModel.defaults["source_epochs"]
     assert (record["resolved"]["source_learning_rate"], record["resolved"]["learning_rate"]) == (2e-3, 5e-4)
     assert (record["settings"]["index_mode"], record["settings"]["index_initial"]) == ("fixed", 1.0)
-    assert record["settings"]["sampling"] and record["settings"]["threshold"] == 0.0
+    assert record["settings"]["sampling"] and record["settings"]["threshold"] == 0.95, "of words; class shares are assumed"
 
 
 @pytest.mark.parametrize("method", methods.METHODS)

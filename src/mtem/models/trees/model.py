@@ -116,8 +116,9 @@ class BigcnSettings(ModelSettings):
                 raise RequestError(f"{error}; --features {Tfidf.name} needs no encoder") from error
 
 
-# On events held out of the sources, a threshold of confidence was worse than none. An index that all threads share was better
-# than one for each; since threads are read with their neighbours it gains nothing over 1 for all (docs/recipe.md).
+# On events held out of the sources, a threshold of confidence was worse than none where an encoder reads the posts, and better
+# over words if class shares are assumed. An index that all threads share was better than one for each; since threads are read
+# with their neighbours it gains nothing over 1 for all (docs/recipe.md).
 _LEARNED = {"index_mode": "shared", "sampling": True, "threshold": 0.0}
 _RECOMMENDED = {**_LEARNED, "index_mode": "fixed"}
 
@@ -513,6 +514,18 @@ class BigcnModel(Model):
     def prior_without_labels(self) -> str:
         """Even shares for words, with which self-training loses the rarer class; with an encoder it does not."""
         return "none" if isinstance(self.features, Embeddings) else "uniform"
+
+    @classmethod
+    def preset(cls, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the preset's values; over words, with class shares assumed, the recommended one leaves a method its threshold.
+
+        Without assumed shares a threshold is seldom reached by the rarer class, which self-training then loses (docs/recipe.md).
+        """
+        found = dict(super().preset(name, values))
+        words = values.get("features") != Embeddings.name
+        if name == "recommended" and words and values.get("target_class_prior") != "none":
+            del found["threshold"]
+        return found
 
     @property
     def default_view_radius(self) -> float:
