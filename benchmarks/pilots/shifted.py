@@ -8,7 +8,9 @@ many texts of the frequent one. So these labels are often wrong. Here
 - the student learns them with the same shift added to its own logits, so that its logits alone are those of even classes.
 
 With `labels=false` only the second is done: labels are those of even classes, and the student is kept from learning that a text
-of the target is likely to be of the frequent class. `source_view=true` shows the labeled texts in the run's view too.
+of the target is likely to be of the frequent class. With `learned=true` the shares are then those of the confident labels, which
+are what the student learns: also with balanced draws fewer texts of the rarer class are confident. `source_view=true` shows the
+labeled texts in the run's view too.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtem.methods.base import Batch, Context, StepLog, Update
@@ -30,6 +33,7 @@ class ShiftedSettings(FixMatchSettings):
 
     predicted: bool = setting(False, "the teacher's mean prediction on the unlabeled texts, instead of `target_class_prior`")
     labels: bool = setting(True, "shift the teacher's logits too")
+    learned: bool = setting(False, "with labels=false: the shares of the confident labels")
     source_view: bool = setting(False, "show the labeled texts in the run's view as well")
 
 
@@ -48,11 +52,17 @@ class Shifted(FixMatch):
         self.steps = torch.zeros((), device=model.device)
 
     def shares(self, logits: Tensor) -> Tensor | None:
-        """Return the shares of the pool; predicted ones are a mean over the batches so far, at most the last hundred."""
-        if not self.settings.predicted:
-            return self.context.align.shares
+        """Return the shares of the pool, or of the labels that are learned."""
+        if self.settings.learned:
+            labels, confident = confident_labels(logits, self.settings.threshold)
+            found = F.one_hot(labels, logits.shape[1]) * confident.unsqueeze(1)
+            return self.running_mean((found.sum(dim=0) + 1) / (found.sum() + logits.shape[1]))  # one more of each class
+        return self.running_mean(logits.softmax(dim=1).mean(dim=0)) if self.settings.predicted else self.context.align.shares
+
+    def running_mean(self, shares: Tensor) -> Tensor:
+        """Return the mean over the batches so far, at most the last hundred."""
         self.steps.add_(1).clamp_(max=100)  # in place, as a captured step needs it
-        self.mean.add_((logits.softmax(dim=1).mean(dim=0) - self.mean) / self.steps)
+        self.mean.add_((shares - self.mean) / self.steps)
         return self.mean
 
     def step(self, number: int, source: Batch, target: Batch, update: Update) -> StepLog:
