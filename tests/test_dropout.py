@@ -24,6 +24,20 @@ def test_as_many_values_are_dropped_as_asked_for(p: float, shape: list[int], see
     assert scale * (1 - p) == pytest.approx(1, abs=0.01)
 
 
+@given(st.one_of(st.floats(0, 1), st.sampled_from([2**-17, 2**-16, 1 - 2**-16, 1 - 2**-17])), st.integers(0, 2**31))
+def test_masks_of_all_types_keep_the_same_values(p: float, seed: int) -> None:
+    masks = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        torch.manual_seed(seed)
+        masks.append(keep(torch.Size([7, 300]), p, dtype))
+    assert [mask.dtype for mask, _ in masks] in ([torch.bool, torch.bfloat16, torch.float16], [torch.bool] * 3)
+    values = torch.full((7, 300), -3.0)
+    expected = torch.where(masks[0][0], values, 0.0)
+    for mask, scale in masks:
+        assert scale == masks[0][1]
+        assert torch.equal(values * mask, expected)
+
+
 def test_every_bit_of_the_numbers_is_random() -> None:
     torch.manual_seed(0)
     mask, _ = keep(torch.Size([4, 100_000]), 0.5)  # four values share a number of 64 bits
@@ -42,22 +56,24 @@ def attention(*tensors: Tensor, mask: Tensor | None = None, p: float = 0.0) -> T
     return F.scaled_dot_product_attention(*tensors, attn_mask=mask, dropout_p=p)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
-def test_attention_is_torchs_in_the_mean(kind: str) -> None:
+def test_attention_is_torchs_in_the_mean(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    query, key, value = torch.randn(3, 2, 4, 5, 8).unbind()
+    query, key, value = torch.randn(3, 2, 4, 5, 8, dtype=dtype).unbind()
     seen = torch.rand(2, 1, 1, 5) < 0.7
     seen[..., 0] = True
-    mask = {"none": None, "bool": seen, "float": torch.zeros(2, 1, 1, 5).masked_fill(~seen, -torch.inf)}[kind]
+    mask = {"none": None, "bool": seen, "float": torch.zeros(2, 1, 1, 5, dtype=dtype).masked_fill(~seen, -torch.inf)}[kind]
     expected = attention(query, key, value, mask=mask)
     with quick_dropout():
-        mean = torch.stack([attention(query, key, value, mask=mask, p=0.2) for _ in range(4000)]).mean(dim=0)
+        mean = torch.stack([attention(query, key, value, mask=mask, p=0.2).float() for _ in range(4000)]).mean(dim=0)
         assert torch.equal(attention(query, key, value, mask=mask), expected)  # without dropout it is torch's own
-    assert torch.allclose(mean, expected, atol=0.06)
+    assert torch.allclose(mean, expected.float(), atol=0.06)
 
 
-def test_a_text_of_padding_alone_gets_finite_values_and_gradients() -> None:
-    query, key, value = torch.randn(3, 1, 1, 3, 4).requires_grad_().unbind()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_text_of_padding_alone_gets_finite_values_and_gradients(dtype: torch.dtype) -> None:
+    query, key, value = torch.randn(3, 1, 1, 3, 4, dtype=dtype).requires_grad_().unbind()
     with quick_dropout():
         out = attention(query, key, value, mask=torch.zeros(1, 1, 1, 3, dtype=torch.bool), p=0.1)
     gradients = torch.autograd.grad(out.sum(), [value])

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 BITS = 16
 LEVELS = 2**BITS
 LOWEST = -LEVELS // 2
+ONE_OF_16_BITS = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}  # 1.0, read as an integer
 
 
 class _QuickDropout(TorchFunctionMode):
@@ -56,7 +57,7 @@ def quick_dropout(enabled: bool = True) -> Iterator[None]:
         _active -= 1
 
 
-def keep(shape: torch.Size, p: float) -> tuple[Tensor, float]:
+def keep(shape: torch.Size, p: float, dtype: torch.dtype = torch.bool) -> tuple[Tensor, float]:
     """Draw from torch's own generator which values are kept.
 
     Parameters
@@ -65,14 +66,23 @@ def keep(shape: torch.Size, p: float) -> tuple[Tensor, float]:
         The shape of the values.
     p : float
         The probability of each value to be dropped, rounded to 16 bits.
+    dtype : torch.dtype
+        The type of the values. The mask has it too if that is 16 bits wide, since products of one type are quicker; otherwise
+        the mask has bools, which need less memory.
 
     Returns
     -------
     tuple
-        A mask of bools, and what the kept values are to be multiplied by.
+        A mask, and what the kept values are to be multiplied by.
     """
     dropped = min(round(p * LEVELS), LEVELS - 1)
-    return random_numbers(shape.numel()).view(shape) >= LOWEST + dropped, LEVELS / (LEVELS - dropped)
+    numbers = random_numbers(shape.numel()).view(shape)
+    if dtype in ONE_OF_16_BITS and 0 < dropped:
+        lowest_kept = LOWEST + dropped  # in place: to `lowest_kept` or one less, to 1 or 0, to the bits of 1.0 or 0.0
+        mask = numbers.clamp_(lowest_kept - 1, lowest_kept).sub_(lowest_kept - 1).mul_(ONE_OF_16_BITS[dtype]).view(dtype)
+    else:
+        mask = numbers >= LOWEST + dropped
+    return mask, LEVELS / (LEVELS - dropped)
 
 
 def random_numbers(count: int) -> Tensor:
@@ -83,7 +93,7 @@ def random_numbers(count: int) -> Tensor:
 def _dropout(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or not 0 < p < 1 or inplace or values.device.type != "cpu":
         return F.dropout(values, p, training, inplace)
-    mask, scale = keep(values.shape, p)
+    mask, scale = keep(values.shape, p, values.dtype)
     return values * mask * scale
 
 
@@ -97,9 +107,10 @@ def _attention(
         )  # fmt: skip
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-1, -2)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)  # where all is masked, the result is finite
-    elif attn_mask is not None:
+        lowest = torch.finfo(scores.dtype).min  # where all is masked, the result is finite
+        attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill_(~attn_mask, lowest)
+    if attn_mask is not None:
         scores = scores + attn_mask
-    mask, factor = keep(scores.shape, dropout_p)
+    mask, factor = keep(scores.shape, dropout_p, scores.dtype)
     attended: Tensor = (scores.softmax(dim=-1) * mask) @ (value * factor)
     return attended

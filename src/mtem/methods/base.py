@@ -227,7 +227,7 @@ class Method(abc.ABC):
     @torch.no_grad()
     def teacher_logits(self, inputs: Inputs) -> Tensor:
         """Return the logits that pseudo labels are made of: of the averaged weights if there are any, without dropout."""
-        with without_dropout(self.model):
+        with without_dropout(self.model), self.model.labeling():
             return functional(self.model, self.average, inputs) if self.average else self.model(inputs)
 
     def student_view(self, inputs: Inputs) -> Inputs:

@@ -10,7 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
@@ -113,6 +113,7 @@ class Model(nn.Module, abc.ABC):
     def __init__(self) -> None:
         super().__init__()
         self.precision: torch.dtype | None = None
+        self._is_labeling = False
         self.frozen_layers = 0
         self.microbatches = 1
         self.activation_checkpointing = False
@@ -404,9 +405,19 @@ class Model(nn.Module, abc.ABC):
         """Return the context of one forward pass in the model's `precision`."""
         # One region per forward: autocast keeps copies of the weights while it is open, and they change between forwards.
         # On a CPU only training passes are rounded, so that probabilities depend neither on its kind nor on the batch.
-        if self.precision is None or (self.device.type == "cpu" and not torch.is_grad_enabled()):
+        training = torch.is_grad_enabled() or self._is_labeling
+        if self.precision is None or (self.device.type == "cpu" and not training):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
+
+    @contextlib.contextmanager
+    def labeling(self) -> Iterator[None]:
+        """Return a context in which passes without gradients are in `precision` on a CPU too: they give pseudo labels."""
+        self._is_labeling = True
+        try:
+            yield
+        finally:
+            self._is_labeling = False
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode. Layers are visited only if it changes, since methods set it several times in each step."""
