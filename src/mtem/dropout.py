@@ -77,7 +77,7 @@ def keep(shape: torch.Size, p: float, dtype: torch.dtype = torch.bool) -> tuple[
     """
     dropped = min(round(p * LEVELS), LEVELS - 1)
     numbers = random_numbers(shape.numel()).view(shape)
-    if dtype in ONE_OF_16_BITS and 0 < dropped:
+    if dtype in ONE_OF_16_BITS and dropped > 0:
         lowest_kept = LOWEST + dropped  # in place: to `lowest_kept` or one less, to 1 or 0, to the bits of 1.0 or 0.0
         mask = numbers.clamp_(lowest_kept - 1, lowest_kept).sub_(lowest_kept - 1).mul_(ONE_OF_16_BITS[dtype]).view(dtype)
     else:

@@ -538,7 +538,7 @@ def test_wide_encoders_are_trained_in_bf16_on_a_cpu_that_has_it(capabilities, ex
     assert find_precision("auto", CPU, model) is None
 
 
-def test_on_a_cpu_only_passes_with_gradients_are_rounded(model):
+def test_on_a_cpu_only_training_passes_are_rounded(model):
     model.eval()
     inputs = model.collate(model.encode_texts(["one two", "three"]), np.arange(2))
     with torch.no_grad():
@@ -549,6 +549,26 @@ def test_on_a_cpu_only_passes_with_gradients_are_rounded(model):
     rounded = model(inputs)
     assert not torch.equal(rounded, expected)
     assert torch.allclose(rounded, expected, atol=0.05)
+    with torch.no_grad(), model.labeling():
+        assert torch.equal(model(inputs), rounded)
+    with pytest.raises(KeyError), model.labeling():
+        raise KeyError
+    with torch.no_grad():
+        assert torch.equal(model(inputs), expected)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_pseudo_labels_are_made_in_the_precision_of_training(encoder, averaged):
+    method = ready(encoder, "fixmatch").method
+    method.average = {name: value.detach().clone() for name, value in method.model.trainable().items()} if averaged else {}
+    model = method.model
+    inputs = model.prepare(model.collate(model.encode_texts(["one two", "three"]), np.arange(2)))
+    full = method.teacher_logits(inputs)
+    model.precision = torch.bfloat16
+    half = method.teacher_logits(inputs)
+    assert not half.requires_grad and not torch.equal(half, full)
+    assert torch.equal(half, model.eval()(inputs))
+    assert torch.allclose(half, full, atol=0.05)
 
 
 def test_rates_follow_frozen_layers_unless_given(encoder):
