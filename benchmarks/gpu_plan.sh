@@ -9,7 +9,7 @@ set -euo pipefail
 data=$1 model=$2 name=${3:-minilm}
 python=${PYTHON:-.venv/bin/python}
 lease=build/lease
-"$python" benchmarks/gpu_lease.py pack --model "$model" --data "$data"
+"$python" benchmarks/gpu_lease.py pack --model "$model" --data "$data" --part "${PART:-22}" # MiB; with the tree 64 at most
 : > carry/jobs.jsonl
 
 # Rehearsals on pools: terms of CST in MTEM on mixed pools; evened and shifted labels on natural ones.
@@ -35,9 +35,11 @@ END
 plan_rehearsals() {
   local pilots=benchmarks/pilots natural="balance_target=true view_radius=0.005"
   rehearse mixed terms 'mtem: method=mtem view_radius=0.005' "reverse: method=$pilots/cycle.py reverse_weight=0.5 view_radius=0.005" \
-    "both: method=$pilots/cycle.py tsallis_weight=0.08 reverse_weight=0.5 view_radius=0.005"
+    "both: method=$pilots/cycle.py tsallis_weight=0.08 reverse_weight=0.5 view_radius=0.005" \
+    'cst: method=cst view_radius=0.005'
   rehearse natural evened "balanced: method=mtem $natural" "shifted: method=$pilots/shifted.py learned=true labels=false $natural" \
-    "evened: method=$pilots/evened.py $natural" "half: method=$pilots/evened.py power=0.5 $natural"
+    "evened: method=$pilots/evened.py $natural" "half: method=$pilots/evened.py power=0.5 $natural" \
+    "reverse: method=$pilots/cycle.py reverse_weight=0.5 $natural"
 }
 
 # Cells of protocol 5. FixMatch's runs are MTEM's too (src/mtem_paper/twins.py), whatever becomes part of MTEM later.
