@@ -5,6 +5,7 @@
     python benchmarks/run_time.py optimizer               the fused AdamW compared with the others
     python benchmarks/run_time.py frozen                  the upper two layers trained, compared with all of them
     python benchmarks/run_time.py positions               the last layer at the first position, compared with all positions
+    python benchmarks/run_time.py bf16                    steps in bf16, with what makes them quicker added one by one
     python benchmarks/run_time.py stages                  one adaptation of the bundled sample, stage by stage
 
 DIR holds <domain>.labeled.jsonl.gz and <domain>.unlabeled.jsonl.gz of the Amazon reviews.
@@ -22,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mtem import inference, methods, models
+from mtem import dropout, inference, methods, models
 from mtem.atomic import write_json
 from mtem.cli import demo
 from mtem.data.batching import Batches, padding_share
@@ -199,10 +200,12 @@ def optimizer(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 # ---------------------------------------------------------------------- frozen layers
 
+SOURCE_ONLY = "source-only"
+
 
 def frozen(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    for name in ("source-only", "mtem"):
+    for name in (SOURCE_ONLY, "mtem"):
         with tempfile.TemporaryDirectory() as folder:
             both = {layers: _Training(args, name, layers, Path(folder)) for layers in (0, -2)}
             for step in range(both[0].trainer.steps):  # in turns, so that both see the same machine
@@ -235,7 +238,7 @@ class _Training:
         quiet = Progress(quiet=True)
         encoded = [model.encode(corpus) for corpus in (source, target)]
         start, spent = time.perf_counter(), time.process_time()
-        for number in range(2 if name == "mtem" else 1):
+        for number in range(1 if name == SOURCE_ONLY else 2):
             path = folder / f"{name}{layers}-{number}.npy"
             encoded[number] = model.keep_lower(encoded[number], path, quiet, "lower layers", float("inf"))
         self.once = time.perf_counter() - start, time.process_time() - spent
@@ -256,7 +259,7 @@ class _Training:
         method = method_cls(model, method_cls.Settings(), context)
         self.trainer = Trainer(
             method, TrainingSettings(), name=name, steps=steps, learning_rate=1e-4, source=self.source,
-            target=self.target if name == "mtem" else None, progress=quiet,
+            target=None if name == SOURCE_ONLY else self.target, progress=quiet,
         )  # fmt: skip
         self.times: list[tuple[float, float]] = []
 
@@ -273,7 +276,7 @@ class _Training:
 
 def positions(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    for name in ("source-only", "mtem"):
+    for name in (SOURCE_ONLY, "mtem"):
         with tempfile.TemporaryDirectory() as folder:
             training = _Training(args, name, -2, Path(folder))
             for step in range(args.repeats + 1):  # in turns, so that both see the same machine and the same texts
@@ -289,6 +292,44 @@ def positions(args: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(row(f"{name}, step, upper two layers, {label}", statistics.median(values), args, **fields))
     show(rows, {"clock": "", "seconds": ".2f", "time_ratio": ".3f", "speedup": ".2f"})
     return rows
+
+
+# ---------------------------------------------------------------------- steps in bf16
+
+QUICKER = ("masks of 16 bits", "pseudo labels in bf16", "huge pages")  # no run has the last one, which makes steps slower
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # of torch
+
+
+def bf16(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure each state in a process of its own: torch looks once whether it is to ask for huge pages."""
+    rows = []
+    before: dict[str, float] = {}
+    for count in range(len(QUICKER) + 1):
+        with mock.patch.dict(os.environ, {HUGE_PAGES: str(int(count == len(QUICKER)))}):
+            found = apart(_bf16_steps, args, QUICKER[:count])
+        before = before or found
+        label = f"with {QUICKER[count - 1]}" if count else "without all three"
+        for name, seconds in found.items():
+            fields = {"time_ratio": seconds / before[name], "speedup": before[name] / seconds}
+            rows.append(row(f"{name}, step, {label}", seconds, args, **fields, precision="bf16"))
+    show(rows, {"seconds": ".2f", "time_ratio": ".3f", "speedup": ".2f"})
+    return rows
+
+
+def _bf16_steps(args: argparse.Namespace, quicker: tuple[str, ...]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if "masks of 16 bits" not in quicker:
+            stack.enter_context(mock.patch.object(dropout, "ONE_OF_16_BITS", {}))
+        if "pseudo labels in bf16" not in quicker:
+            stack.enter_context(mock.patch.object(TextModel, "labeling", lambda model: nullcontext()))
+        found = {}
+        for name in (SOURCE_ONLY, "fixmatch"):  # on reviews the steps of MTEM's recommended preset
+            training = _Training(args, name, 0, Path(folder))
+            training.model.precision = torch.bfloat16
+            for step in range(training.trainer.steps):
+                training.step(step)
+            found[name] = statistics.median(seconds for seconds, _ in training.times[1:])
+        return found
 
 
 # ---------------------------------------------------------------------- stages of a run
@@ -387,6 +428,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], list[dict[str, Any]]], 
     "optimizer": (optimizer, 0, 0),
     "frozen": (frozen, 32, 96),
     "positions": (positions, 50, 150),
+    "bf16": (bf16, 50, 128),
     "stages": (stages, demo.SETTINGS["batch_size"], demo.SETTINGS["max_length"]),
 }
 
@@ -401,8 +443,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of torch; without it torch's own choice")
-    parser.add_argument("--texts", type=int, default=300, help="frozen, positions: texts of the source and of the target")
-    parser.add_argument("--passes", type=int, default=2, help="frozen: how often they are seen")
+    parser.add_argument("--texts", type=int, default=300, help="frozen, positions, bf16: texts of the source and of the target")
+    parser.add_argument("--passes", type=int, default=2, help="frozen, bf16: how often they are seen")
     parser.add_argument("--json", type=Path, help="without it results/cost/run-time-COMMAND.json")
     args = parser.parse_args()
     function, batch, length = COMMANDS[args.command]

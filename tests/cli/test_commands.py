@@ -133,13 +133,13 @@ def test_help_does_not_wait_for_torch():
 
 
 WAITING = "import os, runpy, sys; sys.argv = ['mtem', '--help']\ntry:\n    {start}\nexcept SystemExit:\n    pass\n"
-WAITING += "print('WAITING', {{name: os.environ.get(name) for name in {names}}})"
+WAITING += "print('WAITING', {{name: os.environ.get(name) for name in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME')}})"
 STARTS = {"script": "from mtem.cli.main import main; main()", "module": "runpy.run_module('mtem.cli', run_name='__main__')"}
 
 
-def waiting(start, names=main.WAITING, **given):
-    environment = {name: value for name, value in os.environ.items() if name not in (*main.WAITING, main.HUGE_PAGES)}
-    code = WAITING.format(start=STARTS[start], names=names)
+def waiting(start, **given):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_WAIT", "GOMP_", "KMP_"))}
+    code = WAITING.format(start=STARTS[start])
     done = subprocess.run([sys.executable, "-c", code], env={**environment, **given}, capture_output=True, text=True, check=True)
     found = ast.literal_eval(done.stdout.partition("WAITING ")[2])
     return {name: value for name, value in found.items() if value is not None}
@@ -155,18 +155,11 @@ def test_threads_wait_as_the_user_says(given):
     assert waiting("script", **given) == given
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_torch_asks_for_huge_pages_unless_the_user_says_otherwise(start):
-    assert waiting(start, names=(main.HUGE_PAGES,)) == {main.HUGE_PAGES: "1"}
-    assert waiting(start, names=(main.HUGE_PAGES,), **{main.HUGE_PAGES: "0"}) == {main.HUGE_PAGES: "0"}
-
-
 def test_a_process_that_has_torch_keeps_its_environment(monkeypatch):
-    for name in (*main.WAITING, main.HUGE_PAGES):
+    for name in main.WAITING:
         monkeypatch.delenv(name, raising=False)
     main.wait_without_spinning()
-    main.use_huge_pages()
-    assert not any(name in os.environ for name in (*main.WAITING, main.HUGE_PAGES))
+    assert not any(name in os.environ for name in main.WAITING)
 
 
 def read_all(descriptor, process):

@@ -41,7 +41,6 @@ COMMANDS = {
     "cost": ("mtem_paper.cost_command", "cost", "Measure time, memory and error of a step with each gradient engine."),
 }
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how the threads of a CPU wait for each other
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # of torch
 DEBUG = "--debug"
 INTERRUPTED = 130  # exit code of typer for Ctrl-C
 CONTINUE = {
@@ -116,7 +115,6 @@ def main() -> None:
     SIGTERM (143) and SIGHUP (129) are handled as Ctrl-C is.
     """
     wait_without_spinning()
-    use_huge_pages()
     debug = _take_debug(sys.argv)
     try:
         with interrupts.handled():
@@ -171,16 +169,6 @@ def wait_without_spinning() -> None:
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-
-
-def use_huge_pages() -> None:
-    """Let torch ask for pages of 2 MiB on Linux, here and in child processes, unless the user has decided.
-
-    A training step takes and returns gigabytes, and the system clears every page that it hands out. The variable is read when
-    torch takes its first memory.
-    """
-    if "torch" not in sys.modules:
-        os.environ.setdefault(HUGE_PAGES, "1")
 
 
 def _command() -> str:
