@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,8 +117,16 @@ class Results(NamedTuple):
     """All cells whose estimates were made as today; of several protocols the newest."""
 
 
-def read(results: Path) -> Results:
-    """Read all cells of a folder of results."""
+def read(results: Path, fill: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]] = list) -> Results:
+    """Read all cells of a folder of results.
+
+    Parameters
+    ----------
+    results
+        The folder.
+    fill
+        Returns cells with those that others stand for (`mtem_paper.twins.fill`): they count as run, and are shown.
+    """
     latest: dict[tuple[Any, ...], dict[str, Any]] = {}
     damaged = []
     for path in sorted((Path(results) / "cells").glob("*/*/*/*/*.json")):
@@ -134,10 +142,12 @@ def read(results: Path) -> Results:
     cells = list(latest.values())
     newest = {key[:-1]: cell for key, cell in sorted(latest.items(), key=lambda item: item[0][-1])}
     current = [cell for cell in newest.values() if cell["protocol"] >= _searched_protocol(cell)]
-    return Results(_shown(cells), damaged, current)
+    return Results(_shown(cells, fill), damaged, current)
 
 
-def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _shown(
+    cells: Sequence[dict[str, Any]], fill: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """Return the cells to show: earlier and later rules are never mixed in one place."""
     by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
@@ -150,7 +160,7 @@ def _shown(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             [cell for cell in here if is_current(cell)],
         )
         chosen: Sequence[dict[str, Any]] = ()
-        for later in generations:
+        for later in map(fill, generations):
             if len(later) >= len(chosen) or _main_runs(chosen) <= _main_runs(later) != set():
                 chosen = later
         shown += chosen

@@ -67,7 +67,7 @@ def load(results: Path) -> cell_files.Results:
     RequestError
         If a cell is damaged, or its predictions give another score.
     """
-    loaded = cell_files.read(results)
+    loaded = cell_files.read(results, twins.fill)
     if loaded.damaged:
         more = f" ({len(loaded.damaged) - 1} more)" if len(loaded.damaged) > 1 else ""
         raise RequestError(loaded.damaged[0] + more)
@@ -76,7 +76,7 @@ def load(results: Path) -> cell_files.Results:
             raise RequestError(
                 f"cell {name_of(cell)}: its score is {cell['score']}, its predictions give {recomputed(cell)}; run it again"
             )
-    return loaded._replace(cells=twins.fill(loaded.cells))
+    return loaded
 
 
 def sections(results: Path, loaded: cell_files.Results, drawn: dict[str, str]) -> dict[str, Callable[[], str | dict[str, str]]]:

@@ -181,6 +181,15 @@ class Board:
             (variant for variant in ready if variant != but), key=lambda variant: self.mean(variant, target) or 0.0, default=None
         )
 
+    def all_best(self, target: str | None = None, among: Sequence[str] | None = None) -> list[str]:
+        """Return the best variant and its equals: runs that stand for two methods make two rows with the same mean."""
+        best = self.best(target, among=among)
+        if best is None:
+            return []
+        rivals = [variant for variant in self.variants if not self.oracle(variant) and (among is None or variant in among)]
+        mean = self.mean(best, target)
+        return [variant for variant in rivals if self.complete(variant, target) and self.mean(variant, target) == mean]
+
     def paired(self, variant: str, other: str, target: str | None = None) -> tuple[int, ...]:
         """Return the seeds that both variants have."""
         own = self.seeds_of(other, target)

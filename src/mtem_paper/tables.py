@@ -161,11 +161,17 @@ def headline(by_place: Mapping[Place, Board]) -> Headline:
             compared = {variant: result for variant, result in family_of_best.items() if variant in group.variants}
             mtem = compared.get(group.mtem)
             best_or_level += group.mtem == best or (mtem is not None and not mtem.clear)
-            rows.append([*row, f"{_name(best, paper)} {digits(board.mean(best))}", _clearly_behind(compared, paper)])
+            rows.append([*row, _best(board, paper, group.variants), _clearly_behind(compared, paper)])
     clear = [result.value > 0 for result in differences.values() if result and result.clear]
     header = ["where", "seeds", "Out", "MTEM", "MTEM over Out", "in the paper", "best here", "clearly worse than the best"]
     comparisons = sum(result is not None for result in differences.values())
     return Headline(table(header, rows), comparisons, sum(clear), len(clear) - sum(clear), best_or_level)
+
+
+def _best(board: Board, paper: published.Table, among: Sequence[str] | None = None) -> str:
+    """Return the best method with its mean, and the methods that have the same one."""
+    best = board.all_best(among=among)
+    return f"{', '.join(_name(variant, paper) for variant in best)} {digits(board.mean(best[0]))}"
 
 
 def _clearly_behind(compared: Mapping[str, Difference | None], paper: published.Table) -> str:
@@ -200,7 +206,7 @@ def summary(board: Board, paper: published.Table) -> str:
     best, column = board.best(), over(board, "out")
     # The paper assumes no class shares.
     source_model, oracle = ("out-as-is", "oracle-as-is") if "out-as-is" in board.variants else ("out", "oracle")
-    rows = [["best method", f"{_name(best, paper)} {digits(board.mean(best))}" if best else "unfinished", ""]]
+    rows = [["best method", _best(board, paper) if best else "unfinished", ""]]
     if best:
         rows.append(["clearly worse than the best", _clearly_behind(behind(board, best), paper), ""])
     rows.append([_name(source_model, paper), digits(board.mean(source_model)), digits(paper.score("out", "mean"))])
@@ -245,6 +251,7 @@ def scores(board: Board, paper: published.Table, baseline: str) -> str:
     begun = winner is not None or board.complete(baseline)
     column = over(board, baseline) if begun else {}
     rivals = behind(board, winner) if winner else {}
+    winners, bests = board.all_best(), {target: board.all_best(target) for target in board.targets}
     second = board.best(but=winner) if winner else None
     rows = []
     for variant in board.variants:
@@ -254,11 +261,10 @@ def scores(board: Board, paper: published.Table, baseline: str) -> str:
         )
         row = [_name(variant, paper) + unfinished]
         for target in board.targets:
-            best = variant == board.best(target)
-            row.append(_marked(digits(board.mean(variant, target)), best, by_target.get((variant, target))))
+            row.append(_marked(digits(board.mean(variant, target)), variant in bests[target], by_target.get((variant, target))))
         if begun:
             spread = board.spread(variant)
-            mean = _marked(digits(board.mean(variant)), variant == winner, rivals.get(variant))
+            mean = _marked(digits(board.mean(variant)), variant in winners, rivals.get(variant))
             row.append(mean + (f" ± {digits(spread)}" if spread is not None else ""))
             row.append("" if variant == baseline else difference(column[variant]))
         if winner and baseline == "out":
@@ -339,11 +345,13 @@ def outside(by_place: Mapping[Place, Board]) -> str:
     """Return accuracies on Amazon that were published elsewhere, and ours."""
     rows = [[entry.method, digits(entry.score), entry.encoder, entry.source] for entry in published.OUTSIDE]
     for place, board in by_place.items():
-        best = board.best()
-        if (place.dataset, place.setting) == ("amazon", UNSUPERVISED) and best:
-            source = f"ours, {place.pool} pool"
-            rows.append([f"{protocol.find(best).name}, best here", digits(board.mean(best)), place.model, source])
-            rows += [["MTEM", digits(board.mean("mtem")), place.model, source]] if best != "mtem" and board.mean("mtem") else []
+        if (place.dataset, place.setting) == ("amazon", UNSUPERVISED):
+            best, mtem, where = board.all_best(), board.mean("mtem"), [place.model, f"ours, {place.pool} pool"]
+            if best:
+                names = ", ".join(protocol.find(variant).name for variant in best)
+                rows.append([f"{names}, best here", digits(board.mean(best[0])), *where])
+            if mtem and "mtem" not in best:
+                rows.append(["MTEM", digits(mtem), *where])
     return table(["method", "accuracy", "encoder", "where"], rows)
 
 

@@ -156,7 +156,7 @@ def test_failed_cells_are_listed(tmp_path):
 def test_cells_are_read_once(tmp_path, few_draws, monkeypatch):
     save(tmp_path / "results", *grid({"out": 0.8, "mtem": 0.9}))
     read, times = page.cell_files.read, []
-    monkeypatch.setattr(page.cell_files, "read", lambda results: times.append(results) or read(results))
+    monkeypatch.setattr(page.cell_files, "read", lambda results, fill: times.append(results) or read(results, fill))
     page.write(tmp_path / "results", tmp_path / "docs")
     assert len(times) == 1
 

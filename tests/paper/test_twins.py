@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mtem.run.adapt import find_settings
-from mtem_paper import coverage, twins
+from mtem_paper import cells as cell_files
+from mtem_paper import coverage, protocol, statistics, tables, twins
 from tests.made_up import make_cell
+
+AMAZON = protocol.DATASETS["amazon"].targets
 
 
 def run(variant, seed=0, preset="recommended", **changes):
@@ -54,3 +59,42 @@ def test_time_is_counted_once():
     cells = [run("fixmatch", seconds=3600.0)]
     line = next(row for row in coverage.runs(twins.fill(cells)).splitlines() if "minilm, mixed pool, unsupervised" in row)
     assert "| 2 of " in line and "| 1.0 |" in line
+
+
+def test_rules_of_today_are_shown_once_runs_of_both_names_together_are_all_there(tmp_path):
+    def write(cell):
+        name = "-".join(str(cell[key]) for key in ("variant", "seed", "protocol"))
+        path = tmp_path / f"cells/amazon/minilm/unsupervised/mixed/{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(cell))
+
+    def shown():
+        found = cell_files.read(tmp_path, twins.fill).cells
+        return sorted((cell["variant"], cell["seed"], cell["protocol"]) for cell in found)
+
+    for seed in (0, 1):
+        write(run("mtem", seed, protocol=4))
+        write(run("cst", seed, protocol=4))
+    write(run("mtem", 0, protocol=5))
+    assert {number for *_, number in shown()} == {4}
+    write(run("fixmatch", 1, protocol=5))
+    assert shown() == [("fixmatch", 1, 5), ("mtem", 0, 5), ("mtem", 1, 5)]
+
+
+def test_rows_of_the_same_runs_are_the_best_together():
+    cells = twins.fill(
+        [
+            make(variant, seed=seed, target=target, right=right)
+            for make, variant, right in ((make_cell, "out", 0.7), (run, "fixmatch", 0.9), (run, "biat", 0.8))
+            for seed in (0, 1)
+            for target in AMAZON
+        ]
+    )
+    board = statistics.Board(cells, protocol.in_group("general"), AMAZON, None)
+    assert board.best() == "fixmatch" and board.all_best() == board.all_best("dvd") == ["fixmatch", "mtem"]
+    assert board.all_best(among=["out", "mtem"]) == ["mtem"]
+    text = tables.general("amazon", tables.boards(cells))
+    assert "| best method | FixMatch, MTEM ." in text
+    ours = text.split("The paper's:")[0]
+    rows = [line for line in ours.splitlines() if line.startswith(("| FixMatch | ", "| MTEM | "))]
+    assert [line.count("**") for line in rows] == [10, 10], "each target and the mean are bold"
