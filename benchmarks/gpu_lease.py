@@ -1,8 +1,8 @@
 """Cells on a GPU machine that is lent for minutes: what travels is the working tree and files in an ignored folder.
 
-Here, weights as fp16 and the reviews that pools have, in parts of a size that can be sent, and the jobs:
+Here, weights of models as fp16 and the reviews that pools have, in parts of a size that can be sent, and the jobs:
 
-    python benchmarks/gpu_lease.py pack --model MINILM --data DATA/amazon
+    python benchmarks/gpu_lease.py pack --model MINILM --model MPNET --data DATA/amazon
     python benchmarks/gpu_jobs.py --dataset amazon --model minilm --model-name minilm --data build/lease/data --pools mixed \
         --settings unsupervised --seeds 0,1,2 --variants mtem,cst --results build/lease/results > carry/jobs.jsonl
 
@@ -16,7 +16,7 @@ And here again, with what came back:
     tar xzf cells.tgz results/cells
 
 `benchmarks/gpu_plan.sh` packs and writes the jobs of the next lease. On that machine everything is in build/lease, also the
-model, which `start` puts into the jobs' commands: git ignores that folder, so a second sending of the tree leaves it as it is.
+models, each in a folder with the name of its own, which `start` puts into the jobs' commands: git ignores that folder, so a second sending of the tree leaves it as it is.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 CARRY, LEASE = Path("carry"), Path("build/lease")
@@ -38,8 +39,8 @@ SOURCES = ("fdu", "hatn", "blitzer")  # the reviews that the pools of the protoc
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
-def pack(model: Path, data: Path, part: int) -> None:
-    """Write the model and the data to the folder that is sent."""
+def pack(models: Sequence[Path], data: Path, part: int) -> None:
+    """Write the models and the data to the folder that is sent."""
     import torch
     from safetensors.torch import load_file, save
 
@@ -48,12 +49,13 @@ def pack(model: Path, data: Path, part: int) -> None:
         path.unlink()
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        weights = load_file(model / "model.safetensors")
-        half = {name: value.half() if value.dtype == torch.float32 else value for name, value in weights.items()}
-        add(archive, "model/model.safetensors", gzip.compress(save(half), 9))
-        for name in MODEL_FILES:
-            if (model / name).is_file():
-                add(archive, f"model/{name}", gzip.compress((model / name).read_bytes(), 9))
+        for model in models:
+            weights = load_file(model / "model.safetensors")
+            half = {name: value.half() if value.dtype == torch.float32 else value for name, value in weights.items()}
+            add(archive, f"models/{model.name}/model.safetensors", gzip.compress(save(half), 9))
+            for name in MODEL_FILES:
+                if (model / name).is_file():
+                    add(archive, f"models/{model.name}/{name}", gzip.compress((model / name).read_bytes(), 9))
         for path in sorted(data.glob("*.jsonl.gz")):
             lines = gzip.decompress(path.read_bytes()).decode().splitlines()
             kept = [line for line in lines if json.loads(line).get("source", SOURCES[0]) in SOURCES]
@@ -71,7 +73,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def unpack() -> None:
-    """Put model and data where jobs find them; weights are fp32 again."""
+    """Put models and data where jobs find them; weights are fp32 again."""
     from safetensors.torch import load, save_file
 
     whole = b"".join(path.read_bytes() for path in sorted(CARRY.glob("lease.*")))
@@ -96,7 +98,8 @@ def start(most: int, memory: float) -> None:
     jobs = [json.loads(line) for line in (CARRY / "jobs.jsonl").read_text().splitlines()]
     for job in jobs:
         words = job["command"].split(" ")
-        words[words.index("--model") + 1] = str(LEASE / "model")
+        model = words.index("--model") + 1
+        words[model] = str(LEASE / "models" / Path(words[model]).name)
         job["command"] = "PYTHONPATH=src OMP_NUM_THREADS=2 " + " ".join(words)
     (LEASE / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
     if shutil.which("nvidia-cuda-mps-control"):
@@ -132,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
     command = commands.add_parser("pack")
-    command.add_argument("--model", type=Path, required=True)
+    command.add_argument("--model", type=Path, action="append", required=True)
     command.add_argument("--data", type=Path, required=True, help="folder of the reviews' files")
     command.add_argument("--part", type=int, default=42, help="MiB of a part")
     command = commands.add_parser("start")
