@@ -21,6 +21,21 @@ cells() {
 minilm() { cells --model "$minilm" --model-name minilm --memory 18 "$@"; }
 mpnet() { if [ "$mpnet" ]; then cells --model "$mpnet" --model-name mpnet --memory 27 "$@"; fi; }
 
+# Rehearsals on natural pools: do small pools want more passes? The rule is in docs/recipe.md, "What is open".
+for target in books dvd electronics kitchen; do
+  for domain in books dvd electronics kitchen; do
+    [ "$target" = "$domain" ] && continue
+    name=longer-$target-$domain rules=
+    for passes in 12 30; do rules+=" --rule 'passes-$passes: method=mtem epochs=$passes balance_target=true view_radius=0.005'"; done
+    "$python" - "$name" "python3 benchmarks/pilots/rehearsed_pools.py --data $lease/data --model $minilm --target $target --domain $domain \
+--pool natural --epochs 12 --evaluations 6 --work $lease/work --out $lease/results/rehearsed/$name.jsonl$rules" >> carry/jobs.jsonl << 'END'
+import json, sys
+name, command = sys.argv[1:]
+print(json.dumps({"name": name, "command": command, "memory": 10}))
+END
+  done
+done
+
 mpnet --settings unsupervised --pools mixed --variants mtem
 minilm --settings unsupervised --pools mixed --variants cst,biat
 minilm --settings unsupervised --pools natural --variants biat,out-without-pretraining,mtem-learned
