@@ -41,5 +41,5 @@ minilm --settings unsupervised --pools mixed --variants cst,biat
 minilm --settings unsupervised --pools natural --variants biat,out-without-pretraining,mtem-learned
 minilm --settings unsupervised --pools mixed --seeds 0 --variants mtem-learned,mtem-without-perturbation,mtem-without-pretraining,mtem-without-average,mtem-without-view
 minilm --settings semi-supervised --pools mixed --variants cst,biat,dann,mme,wind,oracle,mtem-learned,mtem-paper,out-without-pretraining
-mpnet --settings unsupervised --pools mixed --variants cst,biat,dann,oracle
+mpnet --settings unsupervised --pools mixed --variants mtem-learned,cst,biat,dann,oracle
 wc -l carry/jobs.jsonl
