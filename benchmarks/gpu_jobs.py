@@ -43,7 +43,8 @@ def jobs_of(cells: Sequence[Cell], options: Sequence[str], memory: float) -> lis
         own = ["--pools", cell.pool, "--settings", cell.setting, "--targets", cell.target, "--seeds", str(cell.seed)]
         own += ["--variants", ",".join(cell.variant for cell in found)]
         command = shlex.join(["python3", "-m", "mtem", "reproduce", "general", "--dataset", cell.dataset, *options, *own])
-        jobs.append({"name": "-".join(cell.group), "command": command, "memory": memory})
+        # Several calls may list the same group; no cell is in two of them, so the first one makes the name their own.
+        jobs.append({"name": "-".join([*cell.group, cell.variant]), "command": command, "memory": memory})
     return jobs
 
 

@@ -16,7 +16,8 @@ And here again, with what came back:
     tar xzf cells.tgz results/cells
 
 `benchmarks/gpu_plan.sh` packs and writes the jobs of the next lease. On that machine everything is in build/lease, also the
-models, each in a folder with the name of its own, which `start` puts into the jobs' commands: git ignores that folder, so a second sending of the tree leaves it as it is.
+models, each in a folder with the name of its own, which `start` puts into the jobs' commands: git ignores that folder, so a
+second sending of the tree leaves it as it is.
 """
 
 from __future__ import annotations

@@ -42,4 +42,7 @@ minilm --settings unsupervised --pools natural --variants biat,out-without-pretr
 minilm --settings unsupervised --pools mixed --seeds 0 --variants mtem-learned,mtem-without-perturbation,mtem-without-pretraining,mtem-without-average,mtem-without-view
 minilm --settings semi-supervised --pools mixed --variants cst,biat,dann,mme,wind,oracle,mtem-learned,mtem-paper,out-without-pretraining
 mpnet --settings unsupervised --pools mixed --variants mtem-learned,cst,biat,dann,oracle
+minilm --settings unsupervised --pools mixed --seeds 0 --variants mtem-without-meta,mtem-without-annealing,mtem-without-sampling
+sizes=$(for engine in layerwise taylor second-order; do printf "mtem-$engine-%d," 10 20 30 40 50 60; done)
+minilm --settings unsupervised --pools mixed --targets kitchen --seeds 0 --variants "${sizes%,}"
 wc -l carry/jobs.jsonl
