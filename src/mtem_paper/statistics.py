@@ -173,7 +173,7 @@ class Board:
 
         None unless at least half of the variants (or of those in `among`) are complete.
         """
-        rivals = [variant for variant in self.variants if not self.oracle(variant) and (among is None or variant in among)]
+        rivals = self._rivals(among)
         ready = [variant for variant in rivals if self.complete(variant, target)]
         if 2 * len(ready) < len(rivals):
             return None
@@ -186,9 +186,13 @@ class Board:
         best = self.best(target, among=among)
         if best is None:
             return []
-        rivals = [variant for variant in self.variants if not self.oracle(variant) and (among is None or variant in among)]
         mean = self.mean(best, target)
-        return [variant for variant in rivals if self.complete(variant, target) and self.mean(variant, target) == mean]
+        return [
+            variant for variant in self._rivals(among) if self.complete(variant, target) and self.mean(variant, target) == mean
+        ]
+
+    def _rivals(self, among: Sequence[str] | None) -> list[str]:
+        return [variant for variant in self.variants if not self.oracle(variant) and (among is None or variant in among)]
 
     def paired(self, variant: str, other: str, target: str | None = None) -> tuple[int, ...]:
         """Return the seeds that both variants have."""

@@ -25,8 +25,8 @@ def fill(cells: Sequence[dict[str, Any]], to: Collection[str] = ("mtem",)) -> li
     cells
         Results.
     to
-        Which of the two methods get copies. Tables give them to MTEM alone: the same runs in two rows would count as two
-        comparisons.
+        Which of the two methods get copies. Tables give them to MTEM alone, which they are about: every copy is one more
+        comparison among those that are corrected together.
     """
     existing = {_run(cell, cell["variant"]) for cell in cells}
     copies = [
